@@ -2,7 +2,8 @@
 
 This module must import nothing of the project before `use_own_packages` has run. The names `paramserver` and `storage`
 are common: a `storage.py` in the working directory (`python -m` looks there first) or in a directory of PYTHONPATH
-would be imported in place of this project's package. The verbs of `trainer_client` are found in the same way.
+would be imported in place of this project's package. `use_own_packages` also makes the verbs come from this project's
+`trainer_client`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def use_own_packages() -> None:
     """
     for name in _PACKAGES:
         if (module := sys.modules.get(name)) is not None:
-            # The module of a directory without an __init__.py has no __file__, only a __path__.
+            # A package's directory without an __init__.py becomes a module with no __file__, so its path is taken from
+            # __path__.
             place = Path(module.__file__ or next(iter(module.__path__)))
             if place not in (_ROOT / name / "__init__.py", _ROOT / name):
                 sys.exit(
@@ -56,7 +58,8 @@ def open_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # `open` returns the lowest free descriptor, which is `number`.
+            # The standard streams are examined in order, so `number` is the lowest free descriptor, and that is what
+            # `open` returns.
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
@@ -73,7 +76,7 @@ def leave_deleted_directory() -> None:
 
 
 def main() -> None:
-    """Run the command `paramserver`."""
+    """Prepare the process and run the command `paramserver` with its arguments."""
     use_own_packages()
     open_standard_streams()
     leave_deleted_directory()
@@ -83,7 +86,7 @@ def main() -> None:
 
 
 def admin() -> None:
-    """Run the command `paramserver-admin`."""
+    """Prepare the process and run the command `paramserver-admin` with its arguments."""
     use_own_packages()
     open_standard_streams()
     leave_deleted_directory()

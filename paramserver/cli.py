@@ -160,7 +160,7 @@ def serve(
 
 
 def _tell_why(reason: str) -> None:
-    """Say on stderr why the command ends; on standard output where stderr is a file on a full disk."""
+    """Print on stderr why the command ends. If stderr is a file on a full disk, print it on standard output."""
     try:
         typer.echo(f"paramserver: {reason}", err=True)
     except OSError:
@@ -191,7 +191,10 @@ def adopt(
 
 
 def _call_client_verb(name: str, *arguments: object) -> None:
-    """Pass the arguments to a verb that is a client."""
+    """Import a verb of the package `trainer_client`, for example `export`, and call it with the arguments.
+
+    If no installed package has the verb, this prints why and ends the program.
+    """
     from storage.base.tune_interpreter import exempt_from_collection
 
     try:
@@ -203,7 +206,7 @@ def _call_client_verb(name: str, *arguments: object) -> None:
     verb(*arguments)
 
 
-# The arguments of a client's verb are parsed by that verb, the option --help among them.
+# Typer does not parse the arguments of a client's verb such as `launch`. The verb parses them itself, also --help.
 _UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 
@@ -231,10 +234,11 @@ def plan(context: typer.Context) -> None:
     from paramserver.device_reads import find_hits
     from paramserver.store_need import find_need
 
-    # The planner is a client, and gets these functions because only the daemon's side knows what a store needs.
+    # The planner belongs to the client, which cannot compute what a store needs. So it gets the daemon's functions for
+    # it.
     _call_client_verb("plan", context.args, find_need, find_hits)
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command `paramserver` with the arguments of the process."""
     app()

@@ -30,20 +30,22 @@ from paramserver.contract.token_files import token_in
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import QuotasSection
 
-# The environment variable of a key is this prefix with the key in capitals.
+# The environment variable of a configuration key has this prefix, followed by the key in capitals.
 ENVIRONMENT_PREFIX = "PARAMSERVER_SERVE_"
-# The keys whose value is a list of paths or names, which a variable has with colons between them.
+# The configuration keys whose value is a list of paths or names. Their environment variables separate the list's
+# entries by colons.
 _LISTS = ("nvme_dirs", "metrics_names")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# The keys whose value is a table, with an example. An environment variable has it as an inline table of TOML.
+# The configuration keys whose value is a table. Each has an example: the table as an inline table of TOML, which is the
+# form that the key's environment variable takes.
 _TABLES = {
     "quotas": '{default = {sessions = 64}, job = [{pattern = "a-*"}]}',
     "remote": '{lenders = ["127.0.0.1:7070"], budget = "64GiB"}',
 }
 
 _MAX_LENDERS = 64
-# The smallest transfer budget that can be configured. One half of it holds the first small chunks of some hundred
-# transfers, and the other half holds large chunks of 1 MiB.
+# The smallest `stream_budget` that can be configured. Its one half has room for the first small chunks of some hundred
+# transfers, and its other half for large chunks of 1 MiB.
 _MIN_TRANSFER_BUDGET_BYTES = 4 << 20
 
 
@@ -96,7 +98,7 @@ class RemoteSection(BaseModel):
         return token
 
     def read_tls(self) -> TlsFiles | None:
-        """Return the contents of the three files; None without TLS. It raises OSError and ValueError."""
+        """Return the contents of the three TLS files; None without TLS. It raises OSError and ValueError."""
         if self.tls_ca is None or self.tls_key is None or self.tls_certificate is None:
             return None
         return TlsFiles.read(self.tls_ca, self.tls_key, self.tls_certificate)
@@ -228,8 +230,8 @@ class DaemonConfig(BaseModel):
         le=600.0,
         description="how long memory that a trainer's GPU was writing stays unused after the trainer was killed",
     )
-    # Each session takes 16 bytes of the arena's header. The upper limit keeps the header a small part of the smallest
-    # host_budget.
+    # Each session takes 16 bytes of the arena's header. The upper limit of `max_sessions` keeps the header a small part
+    # of the smallest host_budget.
     max_sessions: int = Field(default=4096, ge=1, le=16_384, description="most sessions at once")
     reserved_sessions: int | None = Field(
         default=None, ge=0, description="sessions kept free for operators, and as many for clients of this node"
@@ -275,7 +277,9 @@ class DaemonConfig(BaseModel):
         check_path(self.arena_socket_path)
         for key in ("listen", "metrics_listen", "health_listen"):
             if (address := getattr(self, key)) is not None:
-                # gRPC listens at all addresses of the machine if the host is left out, and at port 443 if the port is.
+                # gRPC listens at all addresses of the machine if an address has no host, so `listen` may leave out the
+                # host. gRPC listens at port 443 if an address has no port, which operators do not expect, so an address
+                # without a port is refused.
                 all_hosts = key == "listen" and address.startswith(":")
                 try:
                     host_and_port(f"[::]{address}" if all_hosts else address)
@@ -383,9 +387,9 @@ def load_config(
     """Return the configuration of a file, in which variables and then flags override keys.
 
     Args:
-        path: the TOML file; None: there is none.
+        path: the TOML file, or None if there is none.
         flags: values by key; a key whose value is None is not set.
-        environment: environment variables, of which those with ENVIRONMENT_PREFIX are read; None: none are read.
+        environment: environment variables, of which those with ENVIRONMENT_PREFIX are read. None if none are read.
 
     Raises:
         ConfigError: the message names the key, its value and what is allowed.
@@ -400,7 +404,8 @@ def load_config(
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
     values |= _of_environment(environment or {})
     where = f" (file {path})" if path is not None else ""
-    # An empty path would be the working directory. It comes from a variable of a shell or a container that is not set.
+    # A configuration value is empty if a shell or a container sets the key's variable from another one that is not set.
+    # An empty path would mean the working directory, so empty values are refused.
     if empty := [key for key, value in values.items() if value == "" or (isinstance(value, list) and "" in value)]:
         text = "give it a value, or leave it out"
         raise ConfigError("\n".join(f"bad configuration{where}: {key} = {values[key]!r}: {text}" for key in empty))

@@ -1,6 +1,7 @@
-"""Which reads of a rank find their bytes on its device, by the directory of the gpu tier itself.
+"""Which reads of a rank find their bytes on its device, computed with the gpu tier's own directory of copies.
 
-`paramserver plan` gets this function, for the reason that store_need.py gives. This module must never open a store.
+`paramserver plan`, which is a client, gets this function as an argument; store_need.py says why. This module must never
+open a store.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from storage.tiers.gpu import GpuTier
 
 @dataclass(slots=True, eq=False)
 class _PlannedSlab:
-    """A slab that no store has."""
+    """A stand-in for a slab of the planned job, because the gpu tier's directory asks for one; no store holds it."""
 
     stamp: int = 0
     deleted: bool = False
@@ -24,7 +25,7 @@ class _PlannedSlab:
 def find_hits(reads: Sequence[DeviceRead], budget_bytes: int) -> Sequence[bool]:
     """Return for each read whether it finds its bytes among the copies that have room in `budget_bytes`.
 
-    Each read ends before the next one begins.
+    The plan assumes that each read ends before the next one begins.
     """
     memory = GpuTier().open("plan")
     memory.resize(budget_bytes)

@@ -14,7 +14,7 @@ class UnknownSessionError(NotFoundError):
 
     Args:
         text: the message.
-        epoch: the daemon's epoch, which tells the client which of the two it is.
+        epoch: the daemon's epoch, by which the client tells an ended session from a daemon that was restarted.
     """
 
     def __init__(self, text: str, epoch: str) -> None:
@@ -25,12 +25,13 @@ class UnknownSessionError(NotFoundError):
 class StaleCallError(StorageError):
     """The request belongs to an earlier connection of its session, and arrives late.
 
-    The answer has no mark of the daemon, so to a client the call was lost with that connection.
+    The answer lacks the mark that the daemon gives to its answers, so a client treats the call as lost with that
+    connection.
     """
 
 
 class LateError(StorageError):
-    """The deadline of the call is about to pass; the message says what the call waits for."""
+    """The client's deadline for a call is about to pass; the message says what the call still waits for."""
 
 
 class StartError(StorageError):

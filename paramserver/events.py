@@ -1,8 +1,8 @@
 """The log of the daemon's last events, in memory: what happened to its jobs, sessions, tiers and devices.
 
 Operators read it (`paramserver-admin events`). This module owns the events, whose number is bounded for each kind, so
-that the commits of a fast job do not push out the damage of last week. It is used on the daemon's event loop only. This
-module must never hold an object of the event's subject, because an event outlives its job and its session.
+that the commits of a fast job do not push out last week's events of damage. It is used on the daemon's event loop only.
+This module must never hold an object of the event's subject, because an event outlives its job and its session.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# The most events of one kind that are kept; older ones are dropped.
+# The most events of one kind that the event log keeps. When a further one comes, the oldest of that kind is dropped.
 KEPT_OF_A_KIND = 250
-# The most bytes of an event's text in UTF-8. Names that clients choose have at most 1024 bytes, and an error text may
-# quote several. All events together must go into one message, of which clients receive at most 4 MiB.
+# The most bytes of an event's text in UTF-8. The limit is needed because all kept events together must fit into one
+# message, and clients receive at most 4 MiB. Names that clients choose have at most 1024 bytes, and an error text may
+# quote several.
 MAX_TEXT_BYTES = 1000
 
 
@@ -52,7 +53,7 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event.
+    """One line of the log of events, for example that a session ended.
 
     Attributes:
         number: a later event has a higher number; the first one of a daemon has 1.
@@ -71,16 +72,17 @@ class Event:
 
 
 class EventLog:
-    """The last events of a daemon, at most KEPT_OF_A_KIND of each kind."""
+    """The last events of a daemon, at most KEPT_OF_A_KIND of each kind; the oldest of a kind is dropped first."""
 
     def __init__(self) -> None:
         self._kept = {kind: deque[Event](maxlen=KEPT_OF_A_KIND) for kind in EventKind}
         self._newest = 0
-        # Set when an event is added, which replaces it by a new one.
+        # `add` sets this asyncio event when a daemon event is added, which wakes the waiters. It then stores a new,
+        # unset asyncio event here, on which the next waiters wait.
         self._added = asyncio.Event()
 
     def add(self, kind: EventKind, subject: str, text: str, *, once: bool = False) -> None:
-        """Add an event that has just happened.
+        """Add an event that happens now.
 
         Args:
             kind: the kind of occurrence that the event reports.
@@ -107,7 +109,7 @@ class EventLog:
         Args:
             limit: the most events that are returned.
             after: return only events with higher numbers.
-            kinds: return only events of these kinds; empty: events of all kinds.
+            kinds: return only events of these kinds. If it is empty, return events of all kinds.
         """
         if limit <= 0:
             return []

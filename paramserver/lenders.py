@@ -1,7 +1,8 @@
 """The borrower's side of BorrowMemory and AccessLoan: the lenders of the configuration, over channels of grpc.aio.
 
 It fulfils the contract in `storage/tiers/lender.py`. This module owns the channels and streams to lenders. It must
-never touch a buffer of a read that has ended, because the memory is another tile's by then, and never log a token.
+never touch the buffer of a read that has ended, because that memory belongs to another tile by then, and never log a
+token.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from storage.tiers.lender import BorrowedMemory, LenderError
 _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['ParameterStore'].full_name}"
 _OPTIONS: Options = (
     ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
-    # A channel that was closed must not leave its connection to the next one, whose files may be others.
+    # A new channel to a lender must not reuse the connection of a closed one, because that connection was made with the
+    # certificate files as they were, and the files may have changed.
     ("grpc.use_local_subchannel_pool", 1),
-    # The loan of a borrower that asks for nothing ends within this time when the lender's machine has failed silently.
+    # If a lender's machine fails silently, its loan ends within the times of these options, even if the borrower sends
+    # no request.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 8_000),
     ("grpc.http2.ping_timeout_ms", 8_000),
@@ -44,7 +47,7 @@ class _UnreachableError(LenderError):
 
 
 class DaemonLender:
-    """One daemon that may lend memory. It fulfils `Lender`."""
+    """A daemon of the configuration's section `remote`, of which this daemon borrows memory. It fulfils `Lender`."""
 
     def __init__(self, address: str, section: RemoteSection, borrower: str) -> None:
         """Prepare to borrow of the daemon at `address`. `borrower` is this daemon's name for the lender's operator."""
@@ -52,7 +55,7 @@ class DaemonLender:
         self._section = section
         self._borrower = borrower
         self._loan: _Loan | None = None
-        # Channels that are being closed.
+        # The background tasks that close the channels of ended loans. The set keeps them from being garbage collected.
         self._closing: set[asyncio.Task[None]] = set()
 
     async def borrow(
@@ -72,7 +75,8 @@ class DaemonLender:
             loan.close()
             if tls is None:
                 raise
-            # With TLS 1.3 a client cannot tell a server that refuses its certificate from one that has died.
+            # With TLS 1.3, the borrower cannot tell a lender that refuses its certificate from a lender that has died,
+            # so the error's text names both causes.
             raise LenderError(
                 f"{error}; if that daemon serves, look into its log for a failed TLS handshake, which means that its "
                 f"tls_client_ca has not signed remote.tls_certificate {self._section.tls_certificate} for a client"
@@ -97,7 +101,7 @@ class DaemonLender:
 
 
 class _Loan:
-    """One loan: the stream that holds it, and the two streams for its bytes. It fulfils `BorrowedMemory`."""
+    """One loan: the stream that keeps it open, and the two streams for its bytes. It fulfils `BorrowedMemory`."""
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class _Loan:
         self._following = asyncio.ensure_future(self._follow())
 
     async def read(self, spans: Sequence[tuple[int, memoryview]]) -> Sequence[bool]:
-        """Fill the buffers; see `BorrowedMemory.read`."""
+        """Read bytes of the loan into the buffers; see `BorrowedMemory.read`."""
         reads = self._streams[0]
         expected = [
             reads.ask(
@@ -155,11 +159,12 @@ class _Loan:
             return await asyncio.gather(*expected)
         finally:
             for one in expected:
-                # An answer that comes later finds its future cancelled, and does not touch the buffer.
+                # The caller may free the buffer after this read. If the lender answers later, `_take` finds the future
+                # cancelled and does not write to the buffer.
                 one.cancel()
 
     def keep(self, first_byte: int, data: memoryview) -> asyncio.Future[bool]:
-        """Send bytes; see `BorrowedMemory.keep`."""
+        """Send bytes to the lender, which keeps them in the loan if it has room; see `BorrowedMemory.keep`."""
         return self._streams[1].ask(chunks.encode(first_byte, data), None)
 
     def discard(self, first_byte: int, nbytes: int) -> None:
@@ -185,7 +190,7 @@ class _Loan:
             self._on_end(reason)
 
     async def _follow(self) -> None:
-        """Follow the size of the loan until its end."""
+        """Pass each change of the loan's size to `on_size`, and the reason of the loan's end to `on_end`."""
         try:
             while isinstance(changed := await self._holding.read(), pb.BorrowMemoryResponse):
                 self._on_size(changed.size_bytes)
@@ -196,7 +201,10 @@ class _Loan:
 
 @dataclass(slots=True)
 class _Expected:
-    """An answer that is to come, and, of a read, the address and the buffer of its bytes."""
+    """The answer to a message that the lender has not answered yet.
+
+    For a read, `into` is the first byte of the range in the loan, and the buffer that gets the bytes.
+    """
 
     answer: asyncio.Future[bool]
     into: tuple[int, memoryview] | None
@@ -216,7 +224,15 @@ class _AnsweredStream:
         self._tasks = [asyncio.ensure_future(work) for work in (self._write(), self._read())]
 
     def ask(self, message: bytes, into: tuple[int, memoryview] | None) -> asyncio.Future[bool]:
-        """Send a message soon, and return its answer: whether the lender has, or had room for, the bytes."""
+        """Send a message soon, and return the lender's answer to it.
+
+        The answer to a read is whether the lender still has the bytes, which are then in the buffer. The answer to
+        bytes that are sent is whether the lender had room to keep them. The answer to a discard is always True.
+
+        Args:
+            message: the encoded read, discard or chunk.
+            into: for a read, the first byte in the loan, and the buffer for the bytes; None for other messages.
+        """
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._reason:
             answer.set_exception(LenderError(self._reason))
@@ -241,7 +257,8 @@ class _AnsweredStream:
         self._outgoing.clear()
 
     async def _write(self) -> None:
-        # A write fails if the stream has ended, and then the task that reads knows why.
+        # A write to the lender fails if the stream has ended. The error is dropped here, because the task that reads
+        # from the same stream reports why it ended.
         with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
                 while self._outgoing:
@@ -260,7 +277,7 @@ class _AnsweredStream:
         self._on_end(reason)
 
     def _take(self, message: bytes) -> None:
-        """Give an answer to the oldest message without one."""
+        """Give an answer of the lender to the oldest message that has none yet, because answers come in order."""
         response = chunks.decode(message, pb.AccessLoanResponse)
         if not self._expected:
             raise LenderError("the lender has sent an answer without a question")
@@ -272,7 +289,8 @@ class _AnsweredStream:
         elif expected.into is None or not _fits(response, *expected.into):
             raise LenderError("the lender has sent other bytes than it was asked for")
         else:
-            # The checksum of the chunk is not compared, because the remote tier authenticates the blocks.
+            # The checksum in the lender's chunk is not compared, because the remote tier verifies a MAC of each block
+            # that it reads.
             expected.into[1][:] = response.data
             expected.answer.set_result(True)
         self._expected.popleft()
@@ -283,13 +301,13 @@ def _fits(chunk: Chunk, first_byte: int, buffer: memoryview) -> bool:
 
 
 async def _error_of(call: Any) -> LenderError:
-    """Return the error of a call that has ended without an answer."""
+    """Return the LenderError for a call that has ended without an answer; it says why the call has ended."""
     unreachable = await call.code() is grpc.StatusCode.UNAVAILABLE
     return (_UnreachableError if unreachable else LenderError)(await _reason(call))
 
 
 async def _reason(call: Any) -> str:
-    """Return why a call has ended."""
+    """Return one line about why a call to a lender has ended, for the log."""
     code, details = await call.code(), await call.details()
     return f"{code.name}: {details}" if details else code.name
 

@@ -1,6 +1,7 @@
-"""The daemon's gRPC servers: their limits, their addresses, and what is said about who can reach them.
+"""The daemon's gRPC servers: their limits, their addresses, and the warnings about who can reach them.
 
-This module owns the addresses from their binding to the clean-up. It must never know a service but that of health.
+This module owns the addresses from their binding to the clean-up. It must never know a service of the daemon other than
+gRPC's health service.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from paramserver.process.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 
-# This limits control messages; the largest of them describes a layout of some ten thousand parameters. Tensor bytes are
-# sent in chunks.
+# The most bytes of a gRPC message of the daemon. The largest message describes a layout of some ten thousand
+# parameters. Tensor bytes need no larger messages, because they are sent in chunks.
 MAX_MESSAGE_BYTES = 16 << 20
-# A client's machine or network may fail silently. Its session ends when its heartbeats stop, long before these pings
-# fail; the pings then close its connection, too. The last option is the shortest interval at which a client may ping.
+# gRPC's options for pings to clients, because a client's machine or network may fail silently. The client's session
+# ends when its heartbeats stop, long before these pings fail. When they fail, gRPC closes the connection, too. The last
+# option is the shortest interval at which a client may ping.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -39,8 +41,8 @@ KEEPALIVE = (
 # The maximum number of calls under way on one connection; gRPC's clients hold further calls back. The limit is far
 # above what trainers and readers use, and bounds the memory that one connection can make the daemon hold.
 MAX_CALLS_OF_A_CONNECTION = 1024
-# Limits of `health_listen`. Every caller gets an answer there, so they allow only a few probes at once, each with a few
-# bytes.
+# The limits of the server at `health_listen`. It answers every caller without a token, so it allows only a few probes
+# at once, and each of them may send only a few bytes.
 HEALTH_CONNECTIONS = 32
 HEALTH_LIMITS = (
     ("grpc.so_reuseport", 0),
@@ -48,7 +50,8 @@ HEALTH_LIMITS = (
     ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),
     ("grpc.max_concurrent_streams", 8),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # A probe takes milliseconds. A call of Watch never ends, so its connection is ended with it.
+    # Connections of health probes end after this time. A probe takes milliseconds, but a call of Watch never ends by
+    # itself, so it ends with its connection.
     ("grpc.max_connection_age_ms", 5_000),
     ("grpc.max_connection_age_grace_ms", 100),
 )
@@ -90,7 +93,7 @@ async def start(
     health_service: health.aio.HealthServicer,
     cleanup: contextlib.AsyncExitStack,
 ) -> None:
-    """Start the server, and serve the health service alone at an address of its own, if it has one, until `cleanup`.
+    """Start the server, and a second one with the health service alone if `health_address` is set, until `cleanup`.
 
     A probe such as that of Kubernetes has neither a certificate nor a token, and the answer that it gets is no secret.
     """
@@ -99,8 +102,8 @@ async def start(
         return
     health_server = grpc.aio.server(options=HEALTH_LIMITS)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, health_server)
-    # The address is bound first. If that failed after the start of the server, clients would be served while the engine
-    # is being closed.
+    # The health server's address is bound before the main server starts. If the binding failed after that start,
+    # clients would be served while the engine is being closed.
     _bind(health_server, health_address, f"health_listen address {health_address}")
     await server.start()
     await health_server.start()
@@ -115,7 +118,7 @@ def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
     elsewhere = (MOST_VISITORS if config.metrics_listen else 0) + (HEALTH_CONNECTIONS if config.health_listen else 0)
     return [
         ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions, elsewhere)),
-        # The time for the TLS handshake and the first HTTP/2 frame of a client.
+        # The time in which a new connection must complete the TLS handshake and send the first HTTP/2 frame.
         ("grpc.server_handshake_timeout_ms", idle_millis),
         # The longest time for which a connection may have no call under way. The stream of a session is a call, so it
         # keeps its connection open.

@@ -1,4 +1,4 @@
-"""The optimizer as a kernel that the storage engine runs on tiles of a group.
+"""The optimizer as a kernel: a function that the storage engine calls for each tile of a group.
 
 The kernel unscales and clips the gradient, updates the weight and the states of each shard, and rounds the new weight
 to the parameter's type. This module must never know where the bytes of a tile come from.
@@ -18,7 +18,7 @@ from storage.steps.transform import UpdateTile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUpdate:
-    """The update of one group in one step.
+    """The kernel that updates one group of shards in one step. The engine calls it for each tile of the group.
 
     Attributes:
         shards: the shards of the group, by their offsets in it.

@@ -1,8 +1,8 @@
-"""What a build adds to the packages: the commit that it is of, and stubs of DeepSpeed's names.
+"""What the building of the packages adds to them: the commit that they are built from, and stubs of DeepSpeed's names.
 
 Type checkers and editors read the stubs, because they cannot see the modules that trainer_client/deepspeed/finder.py
-makes. setuptools loads this file by itself, as pyproject.toml says, where torch is not installed. It must import
-nothing of the project.
+makes. setuptools loads this file by itself, as pyproject.toml says, also where torch is not installed. So this file
+must import nothing of the project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _COMMIT = "paramserver/commit.txt"
 
 
 def _write_commit(target: Path) -> None:
-    """Write the file of the commit below `target`: that of the checkout, or the one that a source distribution has."""
+    """Write the file that names the commit below `target`.
+
+    The commit is the checkout's, or that of the source distribution.
+    """
     if (_ROOT / ".git").exists():
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=_ROOT, check=True, capture_output=True, text=True
@@ -32,7 +35,7 @@ def _write_commit(target: Path) -> None:
 
 
 class BuildPackages(build_py):
-    """Builds the packages, and writes beside them what a build adds. An editable install has none of it."""
+    """Builds the packages, and adds the commit and the stubs to the built copy. An editable install gets neither."""
 
     def run(self) -> None:
         """Build the packages."""
@@ -44,7 +47,7 @@ class BuildPackages(build_py):
 
 
 class SourceDistribution(sdist):
-    """Makes a source distribution that knows its commit, because it has no checkout around it."""
+    """Makes a source distribution with a file that names its commit, because an unpacked one has no checkout."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         """Make the directory that is packed."""

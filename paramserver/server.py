@@ -84,10 +84,10 @@ from storage.tiers.arena import PIECE_BYTES, SETTLED_BYTE
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 5.0
-# A stop waits at most this long for a moment without a commit under way. A commit takes seconds, unless a device hangs.
+# When the daemon is stopped, it waits at most this long until no commit is under way. A commit takes seconds, unless a
+# device hangs.
 STOP_COMMIT_SECONDS = 30.0
-# The number of heartbeats that a client sends within heartbeat_timeout_seconds, the silence after which its session
-# ends.
+# A client sends this number of heartbeats in heartbeat_timeout_seconds. Its session ends if none comes for that time.
 HEARTBEATS_OF_A_TIMEOUT = 5
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"]
@@ -106,9 +106,10 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
     """
     stop = _stop_event(exit_with_stdin=exit_with_stdin)
     raise_limit()
-    # Certificates and tokens are read before any file is made, because their errors are errors of the configuration.
+    # Certificates and tokens are read before the daemon makes any file, so that a daemon with an unusable configuration
+    # ends without changes to its directories.
     credentials, tokens = _read_access(config)
-    # Sockets and files get a mode that admits this user only.
+    # The umask gives the sockets and files that the daemon makes a mode that admits the daemon's user only.
     os.umask(0o077)
     if config.numa_node is not None:
         numa.stay_on(config.numa_node)
@@ -134,7 +135,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
 
 
 def _stop_event(*, exit_with_stdin: bool) -> asyncio.Event:
-    """Return the event that signals, and the end of standard input if it counts, set."""
+    """Return the event that the signals set, and, with `exit_with_stdin`, the end of standard input sets, too."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -222,7 +223,7 @@ async def _serve(
         STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, lending, access, quotas, traces)
     )
     parts = AdminParts(
-        # The digest reads all files of the code, so it is made on a thread. On the event loop it would be a stall.
+        # `read_build` reads all files of the code, so a thread calls it. On the event loop it would stall all calls.
         build=await asyncio.to_thread(read_build),
         engine=engine,
         sessions=sessions,
@@ -255,13 +256,13 @@ def _add_library_services(checked: CheckedServer, health_service: health.aio.Hea
     """Add the services that gRPC's libraries define: health, and the reflection of all services."""
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
-    # Reflection describes the services, so it answers only callers who hold a token.
+    # The reflection service tells callers which methods the daemon has, so it answers only callers with a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])
     checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
 
 
 async def _prepare_stop(health_service: health.aio.HealthServicer, session_service: SessionService) -> None:
-    """Tell everything that asks that the daemon stops, and wait for a moment without a commit under way."""
+    """Tell the service manager and health probes that the daemon stops, and wait until no commit is under way."""
     log.info("stopping")
     tell_manager("STOPPING=1")
     await health_service.enter_graceful_shutdown()
@@ -297,7 +298,7 @@ def _make_sessions(
 def _send_spans(
     config: DaemonConfig, engine: Engine, epoch: str, cleanup: contextlib.AsyncExitStack
 ) -> OnSession | None:
-    """Send the spans of traced steps to the collector until `cleanup`.
+    """Begin to send the spans of traced steps to the collector. `cleanup` ends that.
 
     Return the function that notes to which step a call belongs; None if the configuration names no collector, or the
     environment turns OpenTelemetry off.
@@ -325,7 +326,7 @@ def _send_spans(
 def _audit_logs(config: DaemonConfig) -> tuple[AuditLog, AuditLog]:
     """Return the audit logs for operators and for tokens of jobs, once their files are there.
 
-    Without a `token_file` all callers are operators, so the second one gets no file.
+    Without a `token_file` all callers are operators, so the log for tokens of jobs gets no file.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -365,13 +366,14 @@ def _serve_metrics(
     gate: Gate,
     cleanup: contextlib.AsyncExitStack,
 ) -> NoteCall | None:
-    """Serve metrics and page until `cleanup`.
+    """Begin to serve the metrics and the page. `cleanup` ends that.
 
     Return the function that counts calls; None if `metrics_listen` is not set.
     """
     if config.metrics_listen is None:
         return None
-    # The time at which each series was made is of no use here, and would be a twelfth of the text of each scrape.
+    # By default, prometheus_client adds the time at which each series was made to the text of a scrape. Nothing here
+    # uses that time, and it would be a twelfth of the text, so it is left out.
     disable_created_metrics()  # type: ignore[no-untyped-call]  # the library declares no types for it
     registry = CollectorRegistry()
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
@@ -398,7 +400,7 @@ def _watch_for_page(
     events: EventLog,
     cleanup: contextlib.AsyncExitStack,
 ) -> PageData:
-    """Keep the history that the page shows, until `cleanup`, and return the figures of the page."""
+    """Keep the history that the page shows, until `cleanup`, and return the object that gives the page its figures."""
 
     def newest_step(name: str) -> tuple[int, float] | None:
         job = engine.jobs.by_name.get(name)
@@ -431,7 +433,7 @@ def _read_access(config: DaemonConfig) -> tuple[grpc.ServerCredentials | None, T
 
 
 def _read_usable(read_again: Callable[[], DaemonConfig]) -> DaemonConfig:
-    """Return the configuration as it is now. Raise ConfigError where a start with it would end with that error."""
+    """Return the configuration as it is now. Raise ConfigError if a daemon could not start with it."""
     config = read_again()
     _read_access(config)
     return config

@@ -1,8 +1,8 @@
 """The bytes that a job takes of a store, computed from its declaration alone with the records of the storage engine.
 
-`paramserver plan` gets this function, because the planner lies in `trainer_client`, which imports nothing of the
-storage engine. This module must never open a store. tests/integration/test_plan.py compares the figures with those of a
-daemon.
+`paramserver plan`, which is a client in the package `trainer_client`, gets this function as an argument, because
+`trainer_client` imports nothing of the storage engine. This module must never open a store.
+tests/integration/test_plan.py compares the figures with those of a daemon.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ def find_need(
     )
     header = round_up(FIRST_SLOT_BYTE + DaemonConfig.model_fields["max_sessions"].default * SLOT_BYTES)
     buffers = tile_buffer_bytes(host_budget)
-    # The storage engine keeps all gradients in host memory if they fit, and spills none then.
+    # The storage engine keeps all gradients in host memory if they fit there, and then spills no gradient.
     fits = host.fits_without_spilling(host_budget, header + buffers)
     nvme = tally.missing_bytes(
         TierName.NVME, lambda backing: versions_needed(spec, backing, TierName.NVME, is_durable=True)
     )
-    # The ranks move their boundaries at the same time.
+    # All ranks of the node move their boundaries at the same time, so each boundary's size counts once for each rank.
     sizes = [round_up(nbytes) for nbytes in boundaries for _ in range(spec.local_ranks)]
     spills = not host.keeps_activations(sum(sizes), host_budget, header + buffers)
     room = host.room_for_parked(host_budget, header + buffers, PREFETCH_BYTES)
     spilled = spilled_bytes(sizes, room) if spills else 0
     one_of_each_rank = spec.local_ranks * max(sizes, default=0)
-    # A daemon that reserves room on NVMe for activations reserves it for all gradients, too.
+    # A daemon that reserves NVMe room for spilled activations reserves room for all gradients there, too.
     may_all = not fits or bool(spills and sizes)
     return StoreNeed(
         home_bytes=host.home_bytes,

@@ -1,7 +1,7 @@
 """The assembly of an engine's tiers from its configuration.
 
-This module owns nothing. It must never leave a tier open if another one cannot be made. A new tier with a configuration
-of its own is made here.
+This module owns nothing. It must never leave a tier open if another one cannot be made. A tier that needs a
+configuration of its own is made in this module.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from storage.tiers.remote import RemoteTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """The tiers of one engine.
+    """The tiers of one engine, as `open_tiers` returns them to `Engine.open`.
 
     Attributes:
         eviction_order: the order in which copies are evicted from `host`.
-        lent: the free room of `host` that is lent to other daemons.
+        lent: lends free memory of `host` to other daemons.
         nvme: the durable tier, which is the last one in `backing`.
     """
 
@@ -57,7 +57,7 @@ async def open_tiers(
     tracer: Tracer,
     on_damage: OnDamage,
 ) -> Tiers:
-    """Make the host tier and the NVMe tier, and return them together with the tiers in `volatile`.
+    """Make the host tier, the NVMe tier and, for `lenders`, the remote tier; return them with the tiers in `volatile`.
 
     Args:
         used: the extents that the catalog names, so that the NVMe tier does not give them out.

@@ -1,9 +1,9 @@
 """The entry point of the storage engine: its parts, connected, and the life of jobs from their first step to their end.
 
-Its callers use the parts directly for everything else: `pins` reads and stages slabs, `pending_steps` updates and puts
-them, `step_readers` and `kept_steps` hold committed steps. This module owns the state directory: its lock file, its
-catalog and its data files. The engine must be called on one event loop only, because nothing protects its state against
-other threads. It must never overwrite committed bytes on a backing tier.
+For all other work, callers use the engine's parts directly: `pins` reads and stages slabs, `pending_steps` updates and
+puts them, `step_readers` and `kept_steps` hold committed steps. This module owns the state directory: its lock file,
+its catalog and its data files. The engine must be called on one event loop only, because nothing protects its state
+against other threads. It must never overwrite committed bytes on a backing tier.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """An open state directory with its tiers and jobs."""
+    """The storage engine of one open state directory, with its tiers and jobs.
+
+    A daemon has one engine. It carries out the requests of all clients.
+    """
 
     def __init__(
         self,
@@ -165,7 +168,8 @@ class Engine:
             undo.callback(catalog.close)
             stored = catalog.load()
             versions = (v for job in stored for steps in job.versions.values() for v in steps.values())
-            # Each extent once, because a kept step shares versions with its job.
+            # Each extent is listed once (by `dict.fromkeys`), because a kept step and its job may name the same
+            # extents.
             used = list(dict.fromkeys(extent for version in versions for extent in version.extents))
             jobs, tracer, catalog_thread = JobTable(), Tracer(), CatalogThread()
             damage_log = DamageLog(jobs, catalog, catalog_thread, config.on_damage)
@@ -181,7 +185,8 @@ class Engine:
             )
             undo.push_async_callback(tiers.nvme.close)
             for file in tiers.nvme.files:
-                # Without its lock, a directory could be opened by a second daemon, which would write to the same file.
+                # The lock file of each data directory must stay at its path, because without it a second daemon could
+                # open the directory and write to the same data file.
                 files.add(file.path.with_name(LOCK))
                 files.add(file.path)
             undo.push_async_callback(tiers.host.close)
@@ -210,8 +215,8 @@ class Engine:
         await self.backing.close()
         await self._damage_log.close()
         self._compute.shutdown()
-        # SQLite copies its journal into the database file here, which is slow on a busy disk, so the catalog's thread
-        # does it.
+        # Closing the catalog makes SQLite copy its log into the database file, which is slow on a busy disk. So the
+        # catalog's thread closes it, and the event loop goes on.
         await self._catalog_thread.run(self._catalog.close)
         self._catalog_thread.close()
         await self.host.close()
@@ -221,8 +226,8 @@ class Engine:
     def tiers(self) -> Sequence[Tier]:
         """All tiers, fastest first; the gpu tier only if a session has offered memory of its device.
 
-        The remote tier is there only if lenders are configured. `gpu`, `host`, `remote` and `nvme` give the same tiers
-        with their own types.
+        The remote tier is there only if lenders are configured. The engine's attributes `gpu`, `host`, `remote` and
+        `nvme` are the same tiers with their own types.
         """
         remote = [] if self.remote is None else [self.remote]
         return (*([self.gpu] if self.gpu.is_in_use else []), self.host, *remote, *self.backing)
@@ -313,23 +318,26 @@ class Engine:
             await self._registry.free(job)
             return
         await self._registry.free_copies(job)
-        # Readers wait no longer for steps that this run has not settled.
+        # Wake the readers that wait for a settled step: the job has no rank any more that could settle a further step,
+        # so they stop waiting.
         job.announce()
         try:
             await self._committer.record_settled(job)
         except StorageError:
-            # No step is lost by this. The next run of the job settles its newest step again.
+            # A failure to record the settled step loses no step, because the next run of the job settles the job's
+            # newest step again.
             log.exception("the catalog does not know yet which step of job %s is settled", job.spec.name)
 
     async def _quiesce_all(self, job: Job) -> None:
-        """Quiesce a job, and free the layout that was being filled to replace its newest one.
+        """Quiesce all layouts of a job (see `_quiesce`), and free the layout that was to replace the newest one.
 
         If the first commit of that layout was under way and succeeds, the layout is the job's newest one afterwards.
         """
         filling = job.successor
         if filling is not None and self.jobs.by_name.get(job.spec.name) is job:
             await self.pending_steps.abandon(filling)
-            # The commit is finished only now, and from then on the catalog names the layout.
+            # `abandon` has waited for the commit of the new layout's first step, if one was under way. If that commit
+            # succeeded, the catalog names the new layout, so this layout is not freed.
             if filling.newest is None:
                 await self._registry.free(filling)
             else:
@@ -348,12 +356,12 @@ class Engine:
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int | None) -> bool:
         """Wait for the writes of a step and make it the newest committed one; return whether it is durable already.
 
-        From here on the step is finished even if ranks die.
+        From this call on, the store finishes the step even if ranks die.
 
         Args:
             client_states: the state that each rank of this node stores with the step, by rank.
-            settled: the newest step that all ranks on all nodes have committed; None: none is known. It is this step
-                where all ranks are on this node.
+            settled: the newest step that all ranks on all nodes have committed, or None if none is known. If all ranks
+                are on this node, it is `step`.
 
         Raises:
             ConflictError: the step is not the next one, or initial values are missing.
@@ -373,8 +381,8 @@ class Engine:
             try:
                 await self._free_layouts(list(job.older))
             except StorageError as error:
-                # The commit itself has succeeded, so this error does not end it. The next commit frees the former
-                # layout.
+                # The step is committed even if freeing the former layout fails, so this error is logged and not raised.
+                # The next commit frees the former layout.
                 log.error("the former layout of job %s is not freed yet: %s", job.spec.name, error)
         return durable
 
@@ -392,12 +400,12 @@ class Engine:
     async def amend(self, job: Job, step: int, rank: int, state: bytes) -> None:
         """Replace the client state that a rank has stored with the newest committed step.
 
-        It is as durable as the step when this returns. Whatever happens meanwhile, the step has the former state or the
-        new one. Readers that are open keep what they have, and so do steps that are kept under a name.
+        When this returns, the new state is as durable as the step. If the daemon dies before, the step has either the
+        former state or the new one. Open readers of the step and kept steps keep the former state.
 
         Args:
             job: the job.
-            step: the step.
+            step: the number of the job's newest committed step.
             rank: a rank that has stored a state with the step.
             state: the new state.
 
@@ -412,7 +420,7 @@ class Engine:
         await self.backing.watch.unless_stuck(self._committer.amend(job, step, rank, state))
 
     def settle(self, job: Job, step: int) -> None:
-        """Take note that every rank on every node has committed a step, so that readers may have it.
+        """Mark a step as settled, because every rank on every node has committed it. From then on readers may open it.
 
         Raises:
             ConflictError: this store has not committed the step.
@@ -425,7 +433,7 @@ class Engine:
         job.announce()
 
     async def record_settled(self, job: Job) -> None:
-        """Have the catalog know the newest durable step of a job that is settled. The next commit would do it, too.
+        """Record in the catalog the newest durable step of a job that is settled. The next commit would record it, too.
 
         Raises:
             DeviceStuckError: a device does not answer.
@@ -434,7 +442,7 @@ class Engine:
         await self.backing.watch.unless_stuck(self._committer.record_settled(job))
 
     def check_roll_back(self, job: Job, step: int) -> None:
-        """Raise what `roll_back` would raise at once, if it would not accept this step."""
+        """Raise an error if `roll_back` would refuse this step: the error that it would raise before any change."""
         self._registry.check_not_deleting(job.spec.name)
         self._committer.check_retained(job, step)
 
@@ -443,9 +451,9 @@ class Engine:
 
         Args:
             job: the job.
-            step: the step.
-            is_ordered: whether an operator gives up all newer steps, also those that other stores have. The catalog
-                records that, even if this store has no newer step.
+            step: the number of the step.
+            is_ordered: whether an operator gives up all newer steps, also those that other stores have. If so, the
+                catalog records the roll-back, even if this store has no newer step.
 
         Raises:
             NotFoundError: the step is not retained.

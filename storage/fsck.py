@@ -27,7 +27,10 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(slots=True, kw_only=True)
 class StateCheck:
-    """The progress of a check and, when the check has ended, its result: one line of text for each problem."""
+    """The counts of a running check of a state directory and, when the check has ended, its result.
+
+    `problems` has one line of text for each problem that was found.
+    """
 
     jobs: int = 0
     kept_steps: int = 0
@@ -45,11 +48,13 @@ class StoredBytes:
     nbytes: int
     extents: tuple[Extent, ...]
     checksums: bytes
-    fqns: tuple[tuple[str, int, int], ...]  # The parameters, each with its first and last byte.
+    fqns: tuple[tuple[str, int, int], ...]  # Each parameter's name, first byte and end.
 
 
 def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[StateCheck]:
-    """Check a state directory, and yield the same StateCheck again and again until it is the result.
+    """Check a state directory, and yield one StateCheck, always the same object, after each read.
+
+    The object shows the progress; when the iterator ends, it is the result.
 
     Args:
         state_dir: the state directory.
@@ -93,7 +98,7 @@ def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[Sta
 
 
 def _versions(catalog: Catalog, check: StateCheck) -> list[StoredBytes]:
-    """Return the versions of all jobs and kept steps, each once, and count the jobs and the kept steps."""
+    """Return the versions of all jobs and kept steps, each once, and count the jobs and the kept steps in `check`."""
     versions: dict[tuple[str, tuple[Extent, ...]], StoredBytes] = {}
     names: set[str] = set()
     for job in catalog.load():
@@ -134,7 +139,7 @@ def _find_files(catalog: Catalog, state_dir: Path, nvme_dirs: Sequence[Path]) ->
 
 
 def misplaced(versions: Sequence[StoredBytes], files: Mapping[int, tuple[Path, int]]) -> Iterator[str]:
-    """Yield a problem for each version that lies behind the end of its file, or over another version."""
+    """Yield a line of text for each version that ends behind the end of its file, or overlaps another version."""
     size = {number: syscalls.file_size(descriptor) for number, (_, descriptor) in files.items()}
     placed = sorted(
         (extent.file, extent.offset, extent.end, version.label) for version in versions for extent in version.extents
@@ -153,9 +158,10 @@ def misplaced(versions: Sequence[StoredBytes], files: Mapping[int, tuple[Path, i
 def _verify(
     version: StoredBytes, files: Mapping[int, tuple[Path, int]], buffer: memoryview, check: StateCheck
 ) -> Iterator[str]:
-    """Read and verify a version.
+    """Read and verify a version in chunks, and yield once after each chunk.
 
-    Count the bytes of each read, and yield the text of a problem or, if there is none, "".
+    The value is the text of a problem, or "" if the chunk is intact. The bytes of the chunk are added to
+    `check.verified_bytes` before the yield.
     """
     try:
         checksums = Checksums(version.label, version.nbytes, version.checksums)

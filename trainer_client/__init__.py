@@ -180,7 +180,8 @@ __all__ = [
     "zero",
 ]
 
-# The names that need a package that other programs need not have, with the module that has them and the package.
+# The names of this package that need an optional package. For each name: the module of this library that defines it,
+# and the optional package.
 _OPTIONAL = {
     "Accelerator": ("trainer_client.accelerate.accelerator", "accelerate"),
     "ParamserverStrategy": ("trainer_client.lightning.strategy", "lightning"),

@@ -2,7 +2,7 @@
 
 This module owns the choice of names. The device is the one that `initialize` has chosen, by `paramserver.device`, or
 would choose without that key: this rank's GPU or other accelerator if torch finds one, else the CPU. This module must
-never keep a state of its own, because torch has it all.
+never keep a state of its own, because torch keeps all state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["DeviceAccelerator", "get_accelerator", "set_accelerator"]
 
 _CUDA = "cuda"
 
-# The names of DeepSpeed's accelerators that this one lacks, with what to use instead.
+# The methods of DeepSpeed's accelerators that DeviceAccelerator lacks, with the text of the error that says what to use
+# instead.
 _LEFT_OUT = {
     "amp": "use torch.amp",
     "build_extension": "this library compiles nothing on the user's machine",
@@ -39,7 +40,7 @@ _LEFT_OUT = {
 
 
 class DeviceAccelerator:
-    """The device of the training, as DeepSpeed's accelerators show it.
+    """The device that the training runs on, with the methods of DeepSpeed's accelerators.
 
     A CPU has one stream, whose context does nothing, and no events.
 
@@ -54,7 +55,8 @@ class DeviceAccelerator:
     def __init__(self, device_type: str) -> None:
         self._name = device_type
         self._is_host = device_type == CPU
-        # torch has the same functions for each kind of accelerator, in a module with the kind's name.
+        # torch's module for this kind of device, such as torch.cuda. These modules have the same functions for each
+        # kind of accelerator.
         self._module: Any = torch.get_device_module(device_type)
         self.Stream: Any = self._module.Stream
         self.Event: Any = None if self._is_host else self._module.Event
@@ -65,23 +67,23 @@ class DeviceAccelerator:
         remedy = _LEFT_OUT.get(name, f"use torch.{self._name}, torch.accelerator or torch.amp")
         raise AttributeError(f"get_accelerator() has no {name!r} here: {remedy}")
 
-    # Devices
+    # Methods about devices
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return the device as torch writes it: "cpu", "cuda", or "cuda:1" for an index."""
         return self._name if device_index is None or self._is_host else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """Return the device, which as a context is the current one."""
+        """Return the device as a torch.device. Within `with` of the result, it is torch's current device."""
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int | str | torch.device) -> None:
-        """Make a GPU the current device. Without effect on CPUs."""
+        """Make the GPU `device_index` torch's current device. On CPUs, the call has no effect."""
         if not self._is_host:
             self._module.set_device(device_index)
 
     def current_device(self) -> int:
-        """Return the index of the current device."""
+        """Return the index of torch's current device."""
         return 0 if self._is_host else self._module.current_device()
 
     def current_device_name(self) -> str:
@@ -93,7 +95,7 @@ class DeviceAccelerator:
         return 1 if self._is_host else self._module.device_count()
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has done all the work that this process has given it. On CPUs, do nothing."""
         if not self._is_host:
             self._module.synchronize(device_index)
 
@@ -102,19 +104,19 @@ class DeviceAccelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Return whether operations have ended when their calls return."""
+        """Return whether an operation of torch on the device has ended when its call returns."""
         return self._is_host
 
     def use_host_timers(self) -> bool:
-        """Return whether the host's clock measures operations rightly."""
+        """Return whether the host's clock around a call measures how long the operation takes."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Return whether the device waits by itself for the data of other streams."""
+        """Return whether the device itself waits for data that another stream computes, so that scripts need not."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Return whether the device waits by itself for free memory."""
+        """Return whether the device itself waits until there is free memory, so that scripts need not."""
         return self.is_synchronized_device()
 
     def communication_backend_name(self) -> str:
@@ -122,23 +124,26 @@ class DeviceAccelerator:
         return backend_of(self._name)
 
     def visible_devices_envs(self) -> list[str]:
-        """Return the environment variables that say which devices a process sees."""
+        """Return the names of the environment variables that limit which devices a process sees."""
         name = visible_devices_variable(self._name)
         return [] if name is None else [name]
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Iterable[int]
     ) -> None:
-        """Have the processes that get the environment `current_env` see the devices of these numbers only."""
+        """Change the environment `current_env` so that processes started with it see only the given devices.
+
+        `local_accelerator_ids` are the numbers of the devices on this node.
+        """
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def export_envs(self) -> list[str]:
-        """Return the beginnings of the variables that DeepSpeed's launcher passes on to other nodes."""
+        """Return the prefixes of the names of environment variables that DeepSpeed's launcher sends to other nodes."""
         return ["NCCL"] if self._name == _CUDA else []
 
     def communication_backend_version(self) -> Any:
-        """Return the version of NCCL as a tuple. Other devices have none, so the error is an AttributeError there."""
+        """Return the version of NCCL as a tuple. On other devices the call raises AttributeError."""
         if self._name != _CUDA:
             raise AttributeError(
                 f"get_accelerator() has no 'communication_backend_version' on {self._name}: "
@@ -158,14 +163,15 @@ class DeviceAccelerator:
         return self._name == _CUDA and torch.cuda.get_device_capability()[0] >= 8
 
     def get_compile_backend(self) -> str:
-        """Return the backend of torch.compile if a script names none."""
+        """Return the name of the backend that torch.compile uses if a script names none."""
         return "inductor"
 
-    # Types
+    # Methods about dtypes
 
     def is_bf16_supported(self) -> bool:
         """Return whether the device computes in bfloat16."""
-        # Not every kind of accelerator has this question; the CPU computes in all types.
+        # torch's module for a kind of device may lack the function `is_bf16_supported`, as the module for CPUs does.
+        # Then the device counts as able to compute in bfloat16.
         ask = getattr(self._module, "is_bf16_supported", None)
         return True if ask is None else bool(ask())
 
@@ -174,7 +180,7 @@ class DeviceAccelerator:
         return self._name != _CUDA or torch.cuda.get_device_capability()[0] >= 7
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the floating-point types that the device computes in."""
+        """Return the floating-point dtypes that the device can compute in."""
         halves = {torch.half: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
         return [torch.float, *(dtype for dtype, is_supported in halves.items() if is_supported)]
 
@@ -207,13 +213,13 @@ class DeviceAccelerator:
         return self._maker(torch.long)
 
     def _maker(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        """Return a function that makes a tensor of its values on the device."""
+        """Return a function that makes a tensor of `dtype` on the device, as torch.FloatTensor does on the CPU."""
         return functools.partial(torch.tensor, dtype=dtype, device=self.current_device_name())
 
-    # Random numbers
+    # Methods about random numbers
 
     def random(self) -> Any:
-        """Return torch's module of random numbers."""
+        """Return the module torch.random, which DeepSpeed's accelerators return here, too."""
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
@@ -254,10 +260,10 @@ class DeviceAccelerator:
         else:
             torch.set_rng_state(new_state)
 
-    # Streams and events
+    # Methods about streams and events
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return a context in which `stream` is the current one; None, as on CPUs: a context that does nothing."""
+        """Return a context in which `stream` is the current stream. For None, as on CPUs, it does nothing."""
         return self._module.stream(stream) if not self._is_host and stream is not None else nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
@@ -278,7 +284,7 @@ class DeviceAccelerator:
         if self._name == _CUDA:
             torch.cuda.nvtx.range_pop()
 
-    # Memory, in bytes. On CPUs it is the memory of this process.
+    # Methods about memory, in bytes. For a CPU they return the memory of this process.
 
     def empty_cache(self) -> None:
         """Give memory that torch has cached back to the device. Without effect on CPUs."""
@@ -286,39 +292,42 @@ class DeviceAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the memory of tensors on the device; on CPUs, the resident memory of this process."""
+        """Return the bytes that tensors take on the device. On CPUs, return the process's resident memory."""
         return resident_bytes() if self._is_host else self._module.memory_allocated(device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the peak of `memory_allocated`; on CPUs, since the process began."""
+        """Return the largest value that `memory_allocated` has had; on CPUs, since the process began."""
         return peak_resident_bytes() if self._is_host else self._module.max_memory_allocated(device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the memory that torch has taken from the device; on CPUs, as `memory_allocated`."""
+        """Return the bytes that torch has taken from the device. On CPUs, return what `memory_allocated` returns."""
         return resident_bytes() if self._is_host else self._module.memory_reserved(device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the peak of `memory_reserved`; on CPUs, since the process began."""
+        """Return the largest value that `memory_reserved` has had; on CPUs, since the process began."""
         return peak_resident_bytes() if self._is_host else self._module.max_memory_reserved(device_index)
 
     def get_rss(self) -> int:
-        """Return the resident memory of this process."""
+        """Return the bytes of this process that are in RAM now, its resident set."""
         return resident_bytes()
 
     def reset_rss(self) -> int:
-        """Return the resident memory of this process. Its peak is the kernel's, and cannot be begun anew."""
+        """Return what `get_rss` returns. The call resets nothing, because the kernel's peak cannot be reset."""
         return resident_bytes()
 
-    # DeepSpeed kept torch's old names, too.
+    # DeepSpeed's accelerators also have the old names that torch's functions had, so they are here as well.
     memory_cached = memory_reserved
     max_memory_cached = max_memory_reserved
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Return torch's statistics of the device's memory; on CPUs there are none."""
+        """Return torch's statistics of the device's memory, by name. On CPUs, return an empty dict."""
         return {} if self._is_host else self._module.memory_stats(device_index)
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin new peaks. Without effect on CPUs, because the kernel keeps the peak of a process."""
+        """Reset the peaks that `max_memory_allocated` and `max_memory_reserved` return.
+
+        On CPUs the call has no effect, because the kernel's peak of a process cannot be reset.
+        """
         if not self._is_host:
             self._module.reset_peak_memory_stats(device_index)
 
@@ -326,11 +335,11 @@ class DeviceAccelerator:
     reset_max_memory_cached = reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the memory of the device; on CPUs, of the machine."""
+        """Return the bytes of memory that the device has; on CPUs, those that the machine has."""
         return _pages("SC_PHYS_PAGES") if self._is_host else self._module.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the memory of the device that is free; on CPUs, of the machine."""
+        """Return the bytes of memory that are free on the device; on CPUs, those that are free on the machine."""
         return _pages("SC_AVPHYS_PAGES") if self._is_host else self._module.mem_get_info(device_index)[0]
 
     def pin_memory(
@@ -352,18 +361,18 @@ class DeviceAccelerator:
         return tensor.is_pinned()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is on a device of this kind."""
+        """Return whether the tensor is on a device of the kind that the training runs on."""
         return tensor.device.type == self._name
 
 
 def get_accelerator() -> DeviceAccelerator:
-    """Return the device of the training: the one that `initialize` has chosen or, before, would choose by itself."""
+    """Return the device that `initialize` has chosen or, before that call, the one that it would choose by default."""
     return _accelerator(kind_in_use())
 
 
 @functools.cache
 def _accelerator(kind: str) -> DeviceAccelerator:
-    """Return the one object for a kind of device."""
+    """Return the DeviceAccelerator for a kind of device, the same object for each call."""
     return DeviceAccelerator(kind)
 
 

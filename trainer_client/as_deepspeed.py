@@ -31,41 +31,46 @@ from trainer_client.interface_version import __version__
 
 _NAME = "deepspeed"
 _OWN_NAME = "trainer_client"
-# The option of this module and of scripts; DeepSpeed and its scripts spell it with an underscore.
+# The option with which this module passes the local rank to a script. DeepSpeed and its scripts spell it with an
+# underscore.
 _LOCAL_RANK = "--local_rank"
 
 
 class _Distribution(Distribution):
-    """The answer of `importlib.metadata` to programs that ask whether `deepspeed` is installed, and its version."""
+    """The package metadata of `deepspeed`, which `importlib.metadata` returns to programs that look for its version."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return the file of that name: only the metadata is there."""
+        """Return the text of the metadata file; None for every other file."""
         if filename != "METADATA":
             return None
         return f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {__version__}\n"
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Return where a file of the package would be."""
+        """Return the path that a file of the package `deepspeed` would have beside this package."""
         return Path(__file__).parent / path
 
 
 class _DeepSpeedFinder(DistributionFinder):
-    """Finds `deepspeed` and its submodules in this library."""
+    """A finder for `sys.meta_path` that has `import deepspeed`, also of its submodules, import this library."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return how to import a module; None if it is not one of DeepSpeed's that this library has."""
+        """Return the spec with which Python imports the module `name`.
+
+        Return None if it is no module of DeepSpeed, or one that this library lacks; Python then asks other finders.
+        """
         if name != _NAME and not name.startswith(f"{_NAME}."):
             return None
         own_name = _OWN_NAME + name.removeprefix(_NAME)
         try:
             is_own = importlib.util.find_spec(own_name) is not None
         except ModuleNotFoundError:
-            # The module's parent is not this library's: another finder has found it.
+            # `find_spec` raises ModuleNotFoundError because this library has no module with the name of the parent
+            # package. So the module is not one of this library, and another finder has to find it.
             is_own = False
         return ModuleSpec(name, Alias(own_name), is_package=True) if is_own else None
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
-        """Yield the distribution of `deepspeed`, if the context asks for it or for all."""
+        """Yield the metadata of `deepspeed`, if the context asks for this package or for all packages."""
         if context is None or context.name in (None, _NAME):
             yield _Distribution()
 

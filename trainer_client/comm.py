@@ -74,22 +74,25 @@ R = TypeVar("R")
 
 DEFAULT_PORT = 29500
 _NCCL = "nccl"
-# With this variable, gloo connects two ranks when they first exchange something, and not each rank with all others when
-# a group is made. See `lazily_connected`.
+# The environment variable with which gloo connects two ranks when they first exchange something. Without it, gloo
+# connects each rank with all others when a group is made. See `lazily_connected`.
 _LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
-# The variable in which DeepSpeed's users write a longer time-out, in minutes.
+# The environment variable in which DeepSpeed's users write a longer time-out of collectives, in minutes.
 _TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
 
-# The variables in which MPI launchers and Slurm write the number of processes.
+# The environment variables that MPI launchers and Slurm set: the one with the number of processes, and those with the
+# rank and the local rank.
 _FOREIGN_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "MV2_COMM_WORLD_SIZE": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     "PMI_SIZE": ("PMI_RANK", "MPI_LOCALRANKID"),
     "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "SLURM_LOCALID"),
 }
-# Backends of DeepSpeed that torch does not have, or that no collective of this library runs on.
+# Backends of DeepSpeed that are refused, because torch does not have them, or because no collective of this library
+# runs on them.
 _FOREIGN_BACKENDS = frozenset({"ccl", "hccl", "mpi", "mscclpp"})
-# DeepSpeed's log of communication, of which this module has nothing.
+# The functions of DeepSpeed's log of communication. This module has none of them, so their use raises an error with the
+# remedy.
 _LOG_OF_COMMUNICATION = frozenset(
     {"configure", "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "log_summary", "reset_log"}
 )
@@ -145,15 +148,16 @@ def init_distributed(
 
 
 def join_if_possible(*, port: int = DEFAULT_PORT, required: bool | None = None, verbose: bool = True) -> None:
-    """Join the process group of this run as `init_distributed` does, or none where a process alone cannot make one.
+    """Join the process group of this run as `init_distributed` does. Go on without one where it cannot be made.
 
-    gloo needs the loopback interface also for a group of one rank, and a namespace without a network has none. Such a
-    group is for programs that communicate within it, such as the Trainer of transformers; an engine needs none.
+    A process that is alone makes a group of one rank with gloo, which needs the loopback interface. A namespace without
+    a network has no such interface. The group is for programs that communicate within it, such as the Trainer of
+    transformers; an engine needs none.
 
     Args:
         port: the port of rank 0, if the environment has no MASTER_PORT.
-        required: whether the caller asks for a group, so that one that cannot be made is an error. False is a
-            statement that there is one already.
+        required: True: a group that cannot be made is an error; None: it is only logged if this process is alone;
+            False: the caller says that there is a group already.
         verbose: whether rank 0 writes a line to the log.
 
     Raises:
@@ -172,7 +176,10 @@ def join_if_possible(*, port: int = DEFAULT_PORT, required: bool | None = None, 
 def _join(
     backend: str, port: int, timeout: timedelta | None, init_method: str | None, rank: int, world_size: int
 ) -> None:
-    """Join the ranks that the arguments name, else those of the environment, else be a run of one rank."""
+    """Join the process group of the ranks that `init_method` names, else of those that the environment names.
+
+    If neither names ranks, make a group of this process alone.
+    """
     if init_method is not None or rank >= 0:
         dist.init_process_group(
             backend,
@@ -186,7 +193,8 @@ def _join(
         _join_launched(backend, port, timeout)
     else:
         _refuse_foreign_launcher()
-        # A group of one rank needs no port, so several such processes can run on a machine.
+        # The group of a single rank uses torch's HashStore, which needs no port, so several such processes can run on
+        # one machine.
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
@@ -195,7 +203,8 @@ def _join(
 def environment_default(name: str, value: str) -> Iterator[None]:
     """Set an environment variable while the context lasts, unless the user has set it.
 
-    torch reads such a variable when a process group is made. The user's own groups must not be changed by it.
+    torch reads such a variable when a process group is made. The variable is removed again, so that it does not change
+    the user's own groups.
     """
     is_set = name in os.environ
     os.environ.setdefault(name, value)
@@ -209,10 +218,10 @@ def environment_default(name: str, value: str) -> Iterator[None]:
 def lazily_connected() -> AbstractContextManager[None]:
     """Have the gloo groups that are made in this context connect two ranks only when they exchange something.
 
-    Without it, each rank opens a socket to every other one for each group, and tells all of them its addresses through
-    the key-value store. For R ranks that is a number of bytes that grows with R^3: 19.5 MB for the groups of 128 ranks.
-    The collectives of an engine are rings and trees, so a rank then has some log2(R) sockets a group instead of R - 1
-    (tests/integration/test_many_ranks.py).
+    Without lazy connections, each rank opens a socket to every other one for each group, and tells all of them its
+    addresses through the key-value store. For R ranks that is a number of bytes that grows with R^3: 19.5 MB for the
+    groups of 128 ranks. The collectives of an engine are rings and trees, so a rank then has some log2(R) sockets a
+    group instead of R - 1 (tests/integration/test_many_ranks.py).
     """
     return environment_default(_LAZY_VARIABLE, "1")
 
@@ -220,7 +229,8 @@ def lazily_connected() -> AbstractContextManager[None]:
 def contradiction(world_size: int, environ: Mapping[str, str]) -> str | None:
     """Return why a process group contradicts the launcher; None if it does not.
 
-    A group of one rank in each of several launched processes has every process train the whole model on its own.
+    For example, if each of several launched processes has a group of one rank, every process would train the whole
+    model on its own.
 
     Args:
         world_size: the number of ranks in the group.
@@ -242,9 +252,13 @@ def require_launched_group() -> None:
 
 
 def _join_launched(backend: str, port: int, timeout: timedelta | None) -> None:
-    """Join the ranks that the environment names. Variables that are missing have the values of a run on one node."""
+    """Join the process group of the ranks that the environment names, as torchrun sets its variables.
+
+    If a variable is missing, the value for a run on one node is used.
+    """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" in os.environ:
-        # torch reads the variables on its own then, which torchrun needs for ranks that it restarts.
+        # All variables that torch needs are set, so torch reads them itself. torchrun requires this for ranks that it
+        # restarts.
         at: tuple[Any, ...] = ("env://",)
     else:
         master = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', port)}"
@@ -263,15 +277,16 @@ def _join_launched(backend: str, port: int, timeout: timedelta | None) -> None:
     )
 
 
-# The key-value stores of the groups that this process has joined as the launcher says, one for each time. They are kept
-# until the process ends, because a rank may join the next group, at the same port, before rank 0 has left the last one.
-# That rank would get the store of the last group otherwise. Rank 0 would then take that store away, and wait in a new
-# one for a rank that never comes (tests/integration/test_rejoining.py). Each group has its own names in the store.
+# torch's key-value stores, one for each process group that this process has joined as the launcher says. They are kept
+# until the process ends, because a rank may join the next group, at the same port, before rank 0 has left the last
+# group. If rank 0 freed its last store, that rank could be connected to the freed store, while rank 0 waits for that
+# rank in a new store without end (tests/integration/test_rejoining.py). The names of each group have their own prefix
+# in the store.
 _launched_stores: list[Any] = []
 
 
 def never_free(kept: object) -> None:
-    """Keep an object of torch.distributed until this process has ended, for a child that was forked.
+    """Keep an object of torch.distributed alive until this process has ended, because a forked child cannot free it.
 
     To free it, torch waits for threads which the child lacks. A child that ends as a script does, and not by os._exit
     as workers do, would end with SIGSEGV (tests/integration/test_forks.py).
@@ -288,7 +303,11 @@ os.register_at_fork(after_in_child=_keep_stores_in_child)
 
 
 def _backend(name: str | None) -> str:
-    """Return the backend for torch. It can raise ConfigError."""
+    """Return the backend for torch.distributed.init_process_group, given DeepSpeed's argument `dist_backend`.
+
+    Raises:
+        ConfigError: this library does not honour that backend.
+    """
     if name in _FOREIGN_BACKENDS:
         raise ConfigError(f"dist_backend={name!r} is not honoured: write 'nccl' or 'gloo', or leave it out")
     if name not in (None, "nccl"):
@@ -302,15 +321,15 @@ def _backend(name: str | None) -> str:
 
 
 def _bound_device(backend: str) -> torch.device | None:
-    """Return the device of all NCCL communicators of this rank; None if there is none or it is not chosen yet.
+    """Return the device of all NCCL communicators of this rank; None without NCCL, or before a device is chosen.
 
-    Without it, NCCL guesses the device in barriers, and torch warns of that.
+    Without a bound device, NCCL guesses the device in barriers, and torch warns of that.
     """
     return in_use() if _NCCL in backend else None
 
 
 def _default_timeout() -> timedelta | None:
-    """Return the time-out that the environment names; None if torch's default is to be used."""
+    """Return the time-out of collectives in $DEEPSPEED_TIMEOUT; None, for torch's default, if it is not set."""
     minutes = os.environ.get(_TIMEOUT_VARIABLE)
     return timedelta(minutes=int(minutes)) if minutes else None
 
@@ -343,7 +362,10 @@ def _require_group() -> None:
 
 
 def _within_group(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function of torch.distributed that also works in a process that no launcher has started."""
+    """Wrap a function of torch.distributed so that it also works in a process that no launcher has started.
+
+    The wrapper makes a process group of one rank first, if there is none.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -370,7 +392,7 @@ reduce = _within_group(dist.reduce)
 reduce_scatter = _within_group(dist.reduce_scatter)
 scatter = _within_group(dist.scatter)
 send = _within_group(dist.send)
-# The inference engine of DeepSpeed has a kernel of its own for this; the result is that of `all_reduce`.
+# DeepSpeed's inference engine has a kernel of its own for `inference_all_reduce`, whose result is that of `all_reduce`.
 inference_all_reduce = all_reduce
 
 
@@ -380,7 +402,7 @@ def all_gather_into_tensor(
     """Gather every rank's `tensor` into `output_tensor`, one after the other. All ranks must call this.
 
     Returns:
-        The pending work if `async_op`; else None, after the end.
+        The pending work if `async_op`; else None, when the collective is done.
     """
     _require_group()
     work: dist.Work | None = _all_gather(output_tensor, tensor, group=group, async_op=async_op)
@@ -397,7 +419,7 @@ def reduce_scatter_tensor(
     """Reduce `tensor` over the ranks, and give each rank its part in `output_tensor`. All ranks must call this.
 
     Returns:
-        The pending work if `async_op`; else None, after the end.
+        The pending work if `async_op`; else None, when the collective is done.
     """
     _require_group()
     work: dist.Work | None = _reduce_scatter(output_tensor, tensor, op=op, group=group, async_op=async_op)
@@ -415,7 +437,7 @@ def all_to_all_single(
     """Send a part of `tensor` to each rank, and receive a part of `output` from each. All ranks must call this.
 
     Returns:
-        The pending work if `async_op`; else None, after the end.
+        The pending work if `async_op`; else None, when the collective is done.
     """
     _require_group()
     sizes = (output_split_sizes, input_split_sizes)
@@ -423,10 +445,11 @@ def all_to_all_single(
     return work
 
 
-# torch 2.13 has new names for these two and warns about the old ones; older versions have only the old ones.
+# torch 2.13 has the new names all_gather_single and reduce_scatter_single and warns about the old ones; earlier
+# versions of torch have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# These are DeepSpeed's names for whichever function torch has.
+# DeepSpeed's names for the functions that gather into one tensor and that reduce and scatter one tensor.
 allgather_fn = all_gather_into_tensor
 reduce_scatter_fn = reduce_scatter_tensor
 

@@ -46,7 +46,10 @@ class RankMismatchError(ConfigError):
 
 
 class NotScalarError(TrainerClientError, ValueError, AssertionError):
-    """A loss is no scalar. The documentation of DeepSpeed names AssertionError, so scripts for it may expect that."""
+    """The loss that `backward` was given is no scalar.
+
+    It is an AssertionError as well, because DeepSpeed's documentation names this class and scripts may expect it.
+    """
 
 
 class DeferredInitError(TrainerClientError, RuntimeError):
@@ -62,7 +65,7 @@ class CheckpointError(TrainerClientError):
 
 
 class ExportError(TrainerClientError):
-    """A step cannot be written to the destination of an export. Nothing half is left there."""
+    """A step cannot be written to the destination of an export. No part of the step is left there."""
 
 
 class ImportCheckpointError(TrainerClientError):
@@ -74,7 +77,7 @@ class CopyError(TrainerClientError):
 
 
 class BackupError(TrainerClientError):
-    """A backup is damaged, incomplete, of another job or none, or cannot be written. What was there is intact."""
+    """A backup is damaged, incomplete, of another job or none, or cannot be written. Former backups stay intact."""
 
 
 class NonFiniteGradientError(TrainerClientError):
@@ -92,7 +95,7 @@ class UnusedParameterError(TrainerClientError, AssertionError):
 
 
 class LocalDaemonError(TrainerClientError):
-    """The store daemon that belongs to this job could not be started."""
+    """The store daemon that the job itself starts could not be started."""
 
 
 class PhaseError(TrainerClientError, RuntimeError, AssertionError):
@@ -103,14 +106,15 @@ class PhaseError(TrainerClientError, RuntimeError, AssertionError):
 
 
 class ParameterUseError(TrainerClientError, RuntimeError):
-    """A function of torch needs the values of a parameter that are not there; each subclass knows a reason.
+    """A function of torch needs the values of a parameter that are not there; each subclass stands for one reason.
 
     Args:
         fqn: the parameter's name.
         function: name of torch's function.
     """
 
-    # The end of the message: why the values are not there, and what to do.
+    # The end of the error's message, which each subclass sets: why the parameter's values are not there, and what to
+    # do.
     _reason: ClassVar[str] = ", and its values are not there"
 
     def __init__(self, fqn: str, function: str) -> None:
@@ -133,10 +137,10 @@ class ReleasedParameterError(ParameterUseError):
 
 
 class InPlaceChangeError(TrainerClientError, RuntimeError):
-    """The script has changed a parameter in place where its memory is given up after each use (stage 3)."""
+    """The script has changed a parameter in place at stage 3, where the change is lost with the parameter's memory."""
 
     def __init__(self, fqn: str) -> None:
-        """Make the error.
+        """Make the error with its message, which names the parameters.
 
         Args:
             fqn: the name of the parameter, or the beginning of a list of names.
@@ -185,7 +189,7 @@ class TiledParameterError(ParameterUseError):
 class CollectiveError(TrainerClientError, RuntimeError):
     """Ranks could not communicate, because one of them is gone, is late or runs another part of the program.
 
-    The message says where each rank is. Restart the job; it resumes from the last commit.
+    The message says which part of the program each rank runs. Restart the job; it resumes from the last commit.
     """
 
 
@@ -194,7 +198,7 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks were about to gather different units with one another. The gather did not begin, so no bytes were mixed."""
+    """Ranks were about to gather different units in one collective. It did not begin, so no bytes were mixed."""
 
 
 class StoreError(TrainerClientError):
@@ -224,7 +228,7 @@ class UnauthenticatedError(StoreError):
 
 
 class PermissionDeniedError(StoreError):
-    """The token does not allow the job or the call."""
+    """The client's token does not allow the call, or the call for this job."""
 
 
 class StoreNotFoundError(StoreError):
@@ -255,7 +259,7 @@ class StoreTimeoutError(StoreError):
 
 
 class StoreBudgetError(StoreError):
-    """A byte budget or a disk of the store is full."""
+    """The store cannot keep the bytes of a call, because one of its byte budgets or a disk is full."""
 
 
 class StoreDeviceError(StoreError):
@@ -275,4 +279,4 @@ class StepAbortedError(StoreError):
 
 
 class DataLossError(StoreError):
-    """Stored bytes are damaged."""
+    """Bytes in the store are damaged: they do not have the checksum with which they were stored."""

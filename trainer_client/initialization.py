@@ -95,7 +95,7 @@ def initialize(
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one; None: the scheduler of
             the config, if it has one.
         distributed_port: the port of the rendezvous, if the environment has no MASTER_PORT.
-        mpu: accepted if it splits nothing but the data.
+        mpu: DeepSpeed's object that describes model parallelism; it is accepted if it splits nothing but the data.
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: initialise it if needed.
         collate_fn: the function with which the data loader makes a batch of samples.
         config, config_params: the config, as a dict or the path of a JSON file: two names of one argument.
@@ -105,8 +105,8 @@ def initialize(
         strict_weights: whether files and model must have the same names. False: values that the files lack keep their
             initial values, and values that the model lacks are left out.
         checkpoint: a checkpoint of DeepSpeed or another framework, as for `paramserver import`: a path or a URL. A job
-            that has no step yet, nor a replica with one, goes on from it, with its optimizer states and counters.
-            Otherwise, and where `paramserver.resume` is "must", it has no effect.
+            that has no step yet, nor a replica with one, goes on from it, with its optimizer states and counters. For
+            a job that has a step, and where `paramserver.resume` is "must", `checkpoint` has no effect.
         param_init_fn: a function that initialises the own parameters and buffers of a module on the meta device, in
             place (as FSDP's); None: the module's `reset_parameters()`, then `_init_weights(module)` of the transformers
             model around it.
@@ -150,8 +150,9 @@ def initialize(
             model, parameters, settings, policy, initial, processes=processes, prefer_streams=prefer_streams
         )
         set_local_rank(args, without_optimizer.local_rank)
-        # A call without an optimizer returns None in its place. The type says otherwise, because the config decides
-        # it, which types cannot show, and training loops would have to check for None.
+        # If the call gives no optimizer, None is returned in its place. The declared type is an optimizer nonetheless,
+        # because only the config decides whether there is one, and training loops would otherwise have to check for
+        # None.
         returned: Any = (without_optimizer, None, None, None)
         result: tuple[Engine, StoreOptimizer, None, None] = returned
         return result
@@ -213,7 +214,11 @@ def initialize_with_rates_of_script(
 
 
 def _mark(model: nn.Module, settings: TrainingConfig) -> None:
-    """Mark the leaves of the model, and the parameters whose gradients are reduced in autocast's dtype."""
+    """Mark in the model, as the config asks, what the engine later treats differently.
+
+    These are the modules that are gathered as a whole, and the parameters whose gradients are added over the ranks in
+    autocast's dtype.
+    """
     mark_configured_leaves(model, settings.zero_optimization)
     PrecisionPolicy.of(settings).mark_reductions(model)
 
@@ -221,7 +226,7 @@ def _mark(model: nn.Module, settings: TrainingConfig) -> None:
 def _former_engines(parameters: Sequence[ModelParameter]) -> list[Engine]:
     """Return the open engines that parameters of the model belong to, in the order of the parameters.
 
-    Engines that the program has forgotten are ended first.
+    Engines to which the program has no reference any more are garbage-collected first, so they are not returned.
 
     Raises:
         ConfigError: an engine was closed or deleted, so that its parameters have no values; or an engine for inference
@@ -257,9 +262,10 @@ def _open_without_optimizer(
     processes: tuple[bool | None, int],
     prefer_streams: bool,
 ) -> InferenceEngine | WholeEngine:
-    """Return the engine for a model that nothing optimises: at stage 3 from the store, at the others whole."""
+    """Return the engine for a model without optimizer: at stage 3 it leases from the store, else the model is whole."""
     if comm.get_rank() == 0 and (without_effect := describe_without_effect(settings, os.environ)):
-        # This is no warning, because such a model is mostly the reference beside one that is trained, with its config.
+        # The keys without effect are logged at level INFO and not as a warning, because a model without optimizer is
+        # mostly the reference model of a training, and has the config of the trained model.
         log.info("%s", without_effect)
     if settings.paramserver.tiling != TilingSection():
         log.warning("paramserver.tiling has no effect without an optimizer: an engine for inference leases whole units")
@@ -269,7 +275,7 @@ def _open_without_optimizer(
 
 
 def _refuse_for_inference(**arguments: Any) -> None:
-    """Raise ConfigError for the first argument that is given, because an engine for inference has no use for it."""
+    """Raise ConfigError if an argument of `initialize` is given for which an engine for inference has no use."""
     for name, value in arguments.items():
         if value is not None:
             instead = "; write the checkpoint into the store with `paramserver import`" if name == "checkpoint" else ""
@@ -281,7 +287,11 @@ def _refuse_for_inference(**arguments: Any) -> None:
 def _config_source(
     args: Any, config: Mapping[str, Any] | str | Path | None, config_params: Mapping[str, Any] | str | Path | None
 ) -> Mapping[str, Any] | str | Path:
-    """Return the config from the argument that gives it. Raise ConfigError for none, or for two."""
+    """Return the config from the one argument of `initialize` that gives it.
+
+    Raises:
+        ConfigError: no argument gives a config, or two of them do.
+    """
     if config is not None and config_params is not None:
         raise ConfigError("initialize(config=..., config_params=...) are two names of one argument: pass one")
     source = config if config is not None else config_params

@@ -17,14 +17,16 @@ __all__ = [
 ]
 
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 6
-# The part after the plus sign says which library it is. It does not take part in a comparison with a release.
+# The part after the plus sign says that this library stands in for DeepSpeed. Comparisons with a release number ignore
+# that part.
 __version__ = f"{__version_major__}.{__version_minor__}.{__version_patch__}+paramserver"
-# A package that was not built in DeepSpeed's repository has no commit of it. DeepSpeed writes the same text then.
+# This package was not built in DeepSpeed's repository, so it has no git commit of DeepSpeed. DeepSpeed itself writes
+# "[none]" in that case.
 __git_hash__ = __git_branch__ = "[none]"
 
 
 def log_version() -> None:
-    """Log DeepSpeed's line about its version, in which people and tests see that `deepspeed` was used."""
+    """Log the line about its version that DeepSpeed logs, because tests look for it to see that `deepspeed` is used."""
     logging.getLogger("DeepSpeed").info(
         "DeepSpeed info: version=%s, git-hash=%s, git-branch=%s", __version__, __git_hash__, __git_branch__
     )

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.zero`: building a model without its memory, and using parameters that are not there.
+"""DeepSpeed's `deepspeed.zero`: building a model without its memory, and using parameters that are not gathered.
 
 This module owns the arguments of DeepSpeed's names: each is honoured, has no effect, which a line in the log says, or
 is refused with the reason. The work is done in training/initial/deferred_init.py, training/initial/early_values.py and
@@ -51,10 +51,11 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# The attribute of a parameter that was built under `Init` with `enable_sanity_checks` in the config.
+# The name of the attribute that marks a parameter that was built under `Init` while the config had
+# `enable_sanity_checks`.
 _CHECKED = "_paramserver_checked"
 
-# The arguments of Init that have no effect, with the reason.
+# The arguments of `Init` that have no effect, with the reason for the log.
 _WITHOUT_EFFECT = {
     "remote_device": "tensors have no memory until initialize(), and the config says where they live afterwards",
     "pin_memory": "tensors have no memory until initialize(), and the store's memory is shared with the daemon",
@@ -62,7 +63,8 @@ _WITHOUT_EFFECT = {
     "can read them from the node's store (paramserver.gather)",
     "tensor_overrides": "all tensors that constructors make are recorded",
 }
-# The arguments of Init that would change the numbers, or that only DeepSpeed can make, with what to do instead.
+# The arguments of `Init` that are refused, because they would change the numbers or because only DeepSpeed can do what
+# they ask for. For each: the reason and what to do instead.
 _REFUSED = {
     "zero_quantized_weights": "it rounds weights where they are gathered, and they are gathered as they are here",
     "zero_quantized_nontrainable_weights": "it rounds frozen weights, and the store keeps all weights as they are",
@@ -86,10 +88,11 @@ class Init:
     context. A constructor that needs a tensor's values gets them, because its recipe is then replayed at once.
 
     As with DeepSpeed, the ranks that a launcher has started join their process group here, if they have not before, and
-    a process alone makes one, because transformers asks for its rank while it loads a model. It stays until the end.
+    a process alone makes one, because transformers asks for its rank while it loads a model. The group stays until the
+    process ends.
 
-    A context within another one only sets the dtype. A model that is passed to `initialize` within a context is
-    finished there.
+    A context within another one only sets the dtype. If `initialize` is called within a context, the model
+    gets its values there.
 
     Args:
         module: a model that has values. It stays as it is, because `initialize` takes its memory group by group.
@@ -99,9 +102,9 @@ class Init:
             shows before the model is built. Where it enables bf16 or fp16, parameters get that dtype when a module gets
             them, so that the fp32 master weights begin with rounded values. Buffers keep theirs.
         enabled: False: the context does nothing.
-        dtype: the default dtype within the context. Parameters keep theirs then, whatever the config enables: with
-            torch.float32, the master weights begin with the exact values.
-        mpu: accepted if it splits nothing but the data.
+        dtype: the default dtype within the context. If it is given, parameters keep the dtype with which they are made,
+            also in a config with bf16 or fp16: with torch.float32, the master weights begin with the exact values.
+        mpu: DeepSpeed's object that describes model parallelism; it is accepted if it splits nothing but the data.
         remote_device, pin_memory, zero_param_parallel_group, tensor_overrides: have no effect; a line in the log says
             why.
         zero_quantized_weights, zero_quantized_nontrainable_weights, param_swapper: refused.
@@ -161,7 +164,7 @@ class Init:
         self._checks = settings is not None and settings.zero_optimization.enable_sanity_checks
         self._enabled = enabled
         self._dtype = dtype
-        # The dtype that parameters get when a module gets them, or None if they keep theirs.
+        # The dtype to which `Init` converts a parameter when a module gets it. None if parameters keep their dtypes.
         self._of_parameters = (
             PrecisionPolicy.of(settings).compute_dtype if dtype is None and settings is not None else None
         )
@@ -188,7 +191,7 @@ class Init:
         if self._of_parameters is not None:
             self._context.callback(register_module_parameter_registration_hook(self._round).remove)
         if RecipeRecorder.active is None:
-            # The callbacks of the context run in reverse order, so this one finds the recorder closed.
+            # The context's callbacks run in reverse order, so `_give_buffers` runs after the RecipeRecorder was closed.
             self._context.push(self._give_buffers)
             self._context.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
             self._context.enter_context(self._drawing_seed() if self._seed is None else RecipeRecorder(self._seed))
@@ -205,10 +208,10 @@ class Init:
 
     @contextmanager
     def _drawing_seed(self) -> Iterator[None]:
-        """Record with a seed from torch's generator, which draws nothing if no operation in the context does.
+        """Record the operations in the context, with a seed for initial values that torch's generator draws.
 
-        So the order in which a script then shuffles its data is that of plain PyTorch where a model gets all its values
-        from files.
+        If no operation in the context draws random numbers, the generator gets its former state back. So a script
+        whose model gets all its values from files shuffles its data in the order of plain PyTorch.
         """
         before = torch.get_rng_state()
         seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -222,18 +225,18 @@ class Init:
         self._with_buffers.add(module)
 
     def _give_buffers(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the buffers of the modules that were built within the context their values, unless that has failed."""
+        """Compute the values of the buffers of all modules that were built in the context, unless it has failed."""
         if kind is None:
             replay_buffers(self._with_buffers)
         self._with_buffers.clear()
 
     def _round(self, _: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
-        """Give a new parameter of a module the dtype of the config. It stays the same object, which may be tied."""
+        """Convert a new parameter in place to the dtype of the config, because other modules may share the object."""
         if isinstance(parameter, nn.Parameter) and recipe_of(parameter) and parameter.is_floating_point():
             parameter.data = parameter.data.to(self._of_parameters)
 
     def _show_unavailable(self, _: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
-        """Give a new parameter of a module DeepSpeed's attributes if it has no values."""
+        """Set DeepSpeed's attributes on a new parameter that has no values yet, such as its status NOT_AVAILABLE."""
         if isinstance(parameter, nn.Parameter) and recipe_of(parameter):
             show_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
             show_part(parameter, part_of(-(-parameter.numel() // comm.get_world_size()), parameter.dtype))
@@ -252,7 +255,7 @@ class GatheredParameters:
     """A context in which parameters are whole, for reading, or for one rank to change. All ranks must call this.
 
     It enters `engine.gathered` of each engine that has some of the parameters. Parameters of a model that was built
-    under `zero.Init` and has no engine yet get their initial values in host memory; after a change they keep them until
+    under `zero.Init` and has no engine yet get their initial values in host memory; changed values stay until
     `initialize`. All other parameters are left alone.
 
     A change in place without `modifier_rank` is lost at stage 3 and before `initialize`, because no rank's change
@@ -289,7 +292,8 @@ class GatheredParameters:
         self._unowned = unowned
         self._modifier_rank = modifier_rank
         self._context = ExitStack()
-        # The parameters without an engine that no rank may change, with the changes that torch counts for each.
+        # The parameters outside of all engines that no rank may change in the context, each with torch's counter of
+        # changes (`_version`) at the beginning.
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def __enter__(self) -> None:
@@ -315,7 +319,10 @@ class GatheredParameters:
         return suppressed
 
     def _report_lost(self, changed: list[torch.Tensor]) -> None:
-        """Say that changes before `initialize` are lost. Raise RuntimeError if the config of `Init` asks for that."""
+        """Warn that changes of parameters before `initialize` are lost.
+
+        Raise RuntimeError instead of the warning if `enable_sanity_checks` is true in the config of `Init`.
+        """
         shapes = ", ".join(str(list(tensor.shape)) for tensor in changed)
         message = (
             f"in-place modification of parameters of shape {shapes} within GatheredParameters(modifier_rank=None): no "
@@ -360,7 +367,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take back `register_external_parameter`. After `initialize` it has no effect, which costs only memory.
+    """Take back `register_external_parameter`, before `initialize`.
+
+    After `initialize` this has no effect: the parameter is still gathered early, which costs only memory.
 
     Raises:
         ConfigError: `parameter` is no parameter, or was not registered.
@@ -400,7 +409,10 @@ class TiledLinear(
     NotBuilt,
     remedy="set paramserver.tiling.largest_tile, which gathers a torch.nn.Linear in tiles, without another model",
 ):
-    """DeepSpeed's linear layer in tiles that are gathered one after the other."""
+    """The stand-in for DeepSpeed's linear layer in tiles, which this library does not have.
+
+    Its use raises NotBuiltError, which says what to write instead.
+    """
 
 
 class MiCS_Init(  # noqa: N801
@@ -408,4 +420,7 @@ class MiCS_Init(  # noqa: N801
     remedy="parameters are divided among all ranks of a run; use zero.Init, and paramserver.gather for reads within a "
     "node",
 ):
-    """DeepSpeed's context that divides parameters among a part of the ranks."""
+    """The stand-in for DeepSpeed's context that divides parameters among a part of the ranks.
+
+    Its use raises NotBuiltError, which says what to write instead.
+    """

@@ -83,8 +83,8 @@ def _root(
     CREDENTIALS.set(credentials)
 
 
-# Each verb with its line in the list of all verbs, which must fit into a terminal of 80 columns, and with the arguments
-# of its examples, which its own `--help` shows.
+# Each verb of `paramserver-admin`: its name, the line that the list of all verbs shows (short enough for a terminal of
+# 80 columns), its function, and the arguments of the examples that the verb's own `--help` shows.
 _VERBS: Sequence[tuple[str, str, Callable[..., None], Sequence[str]]] = (
     (
         "health",
@@ -180,7 +180,8 @@ def _examples(verb: str, arguments: Sequence[str]) -> str:
     return "\n".join(["\b", "Examples:", *lines])
 
 
-# The options of these verbs are parsed by a package above this one, except for --help.
+# Typer parses only --help of the verbs `export` and `import`, because the parser of their other options is in a package
+# that this one may not import at its start.
 _UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 for _name, _summary, _verb, _arguments in _VERBS:
@@ -189,5 +190,5 @@ for _name, _summary, _verb, _arguments in _VERBS:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command `paramserver-admin` with the arguments of the process."""
     app()

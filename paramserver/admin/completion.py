@@ -1,4 +1,4 @@
-"""The names that the shell offers for an argument: the jobs that the daemons have.
+"""The names that the shell offers for the argument JOB when the user presses Tab: the jobs that the daemons have.
 
 This module must never fail or wait long, because the shell calls it while a person types. It must never offer a name
 that the shell would act upon, because the shell puts it into the command line as it is.
@@ -24,8 +24,8 @@ _SAFE = re.compile(r"[\w.,/@%+=-]+", re.ASCII)
 def job_names(context: typer.Context, incomplete: str) -> list[str]:
     """Return the names of jobs that begin with the typed text, without names that a shell would interpret."""
     parent: dict[str, Any] = context.parent.params if context.parent is not None else {}
-    # If the address or a file cannot be used, the shell offers no names. The command itself reports the error when it
-    # is called.
+    # If the daemon's address or a credentials file cannot be used, shell completion offers no names and prints no
+    # error, because the command itself reports the error when the user calls it.
     with contextlib.suppress(typer.Exit), contextlib.redirect_stderr(io.StringIO()):
         CREDENTIALS.set(
             AdminCredentials(**{key: value for key, value in parent.items() if key in AdminCredentials.__slots__})

@@ -28,10 +28,11 @@ DEADLINE_SECONDS = 10.0
 # The deadline of a deletion, which waits for the commit under way. The commit may wait for a device until
 # device_timeout_seconds.
 DELETION_DEADLINE_SECONDS = 600.0
-# The deadline of a call that visits all shards of a large job. The daemon takes seconds for it, because it serves its
-# clients meanwhile.
+# The deadline of a call for which the daemon visits all shards of a large job. It is long, because the daemon serves
+# its clients at the same time and takes seconds for such a call.
 WALK_DEADLINE_SECONDS = 60.0
-# The deadline of keeping a step. The daemon first writes to NVMe the bytes of the step that it has in host memory only.
+# The deadline of a call that keeps a step. It is long, because the daemon first writes those bytes of the step to NVMe
+# that it has in host memory only.
 KEEPING_DEADLINE_SECONDS = 600.0
 
 ADDRESS_MISSING = f"give the daemon's address with --address or ${ADDRESS_VARIABLE}"
@@ -54,7 +55,7 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminCredentials:
-    """The credentials for the daemon, from the options before the verb."""
+    """The token and TLS files for calls to a daemon, as the options before the verb name them."""
 
     token_file: Path | None = None
     tls_ca: Path | None = None
@@ -88,7 +89,8 @@ class AdminCredentials:
             ) from error
 
 
-# `admin.cli` sets this from the options before the verb; `connect` reads it.
+# The credentials that the user gave in options before the verb. `admin.cli` sets this variable, and `channel_for` reads
+# it.
 CREDENTIALS: ContextVar[AdminCredentials] = ContextVar("credentials")
 
 
@@ -101,7 +103,7 @@ def connect(address: str) -> Iterator[StoreAdminStub]:
 
 @contextlib.contextmanager
 def connected_channel(address: str) -> Iterator[grpc.Channel]:
-    """Yield a channel to the daemon at `address`. A failed call in the block ends the program, as with `connect`."""
+    """Yield a channel to the daemon at `address`. A failed call in the block prints one line and exits with 1."""
     try:
         channel = channel_for(address)
     except UnreachableError as error:
@@ -125,11 +127,11 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except (BrokenPipeError, KeyboardInterrupt):
-        # The program that reads the output may have ended (`| head`).
+        # The program that reads this command's output may have ended (`| head`), so no output is written from here on.
         _drop_output()
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except OSError as error:
-        # Calls of a daemon raise grpc.RpcError, so this is an error of the output.
+        # A failed call to the daemon raises grpc.RpcError, so an OSError means that the output could not be written.
         _drop_output()
         typer.echo(f"paramserver-admin: the output cannot be written: {error.strerror}", err=True)
         raise typer.Exit(ExitCode.FAILED) from None
@@ -141,13 +143,16 @@ def _drop_output() -> None:
 
 
 def channel_for(address: str) -> grpc.Channel:
-    """Return a channel to a daemon with the credentials of the options before the verb: `AdminCredentials.channel`."""
+    """Return a channel to a daemon with the token and TLS files that the options before the verb name."""
     return CREDENTIALS.get().channel(address)
 
 
 def explained(error: grpc.RpcError, address: str) -> str:
-    """Return the status of a failed call and its meaning, as one line of text that may quote names."""
-    # Every RpcError that a call raises is a grpc.Call, too, but the type stubs do not say so.
+    """Return one line of text that says which status a failed call has and what the status means.
+
+    The line may quote names that clients chose, so callers escape it before they print it.
+    """
+    # grpc raises only RpcErrors that are a grpc.Call, too. The type stubs do not say so, so mypy needs this assertion.
     assert isinstance(error, grpc.Call)
     details = with_real_paths(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -168,7 +173,8 @@ def confirm(question: str, *, yes: bool) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             typer.confirm(printable(question), abort=True)
     except typer.Abort as abort:
-        # At Ctrl-C typer raises the same error as for a no, in place of KeyboardInterrupt.
+        # At Ctrl-C, typer.confirm raises Abort as it does when the user answers no. The Abort's context tells the two
+        # apart.
         if isinstance(abort.__context__, KeyboardInterrupt):
             typer.echo("\nparamserver-admin: interrupted; nothing was done", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
@@ -202,7 +208,10 @@ def _read(path: Path) -> bytes:
 
 
 def client_verb(name: str) -> Callable[..., Any]:
-    """Return the function of a verb that is a client of the data side. End the program if it is not installed."""
+    """Return the function of a verb that reads or writes tensors of a job, for example `copy`.
+
+    Such verbs are not part of this package. If no installed package has the verb, this ends the program.
+    """
     try:
         return load_verb(name)
     except VerbError as error:
@@ -210,12 +219,12 @@ def client_verb(name: str) -> Callable[..., Any]:
 
 
 def end_because(error: VerbError) -> NoReturn:
-    """End the program because a verb was not carried out."""
+    """Print why a verb was not carried out, and end the program with the exit status for that error."""
     typer.echo(f"paramserver-admin: {printable(str(error))}", err=True)
     raise typer.Exit(ExitCode.USAGE if error.is_usage else ExitCode.FAILED)
 
 
 def fail(message: str) -> NoReturn:
-    """End the program because the command line, or a file that it names, cannot be used."""
+    """Print what is wrong with the command line or with a file that it names, and end the program with USAGE."""
     typer.echo(f"paramserver-admin: {printable(message)}", err=True)
     raise typer.Exit(ExitCode.USAGE)

@@ -1,7 +1,7 @@
 """The verbs `paramserver-admin copy`, `backup` and `restore`.
 
-They read and write tensors, so they are clients of the data side. Their work is done in a package above this one,
-which is imported when one of them is called.
+These verbs read and write tensors of jobs. Their work is done in the package `trainer_client`, which this package must
+not import at its start, so a verb is imported when it is called.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def _call(name: str, *arguments: Any, credentials: AdminCredentials, after_inter
 
     Args:
         name: the verb.
-        *arguments: what it works on.
-        credentials: those for the daemon.
-        after_interrupt: the text that the message shows after Ctrl-C: what the target has then.
+        *arguments: what the verb works on.
+        credentials: the credentials for the daemon.
+        after_interrupt: the text that is shown after Ctrl-C; it says which bytes the target has then.
         **options: the other options of the verb.
 
     Raises:

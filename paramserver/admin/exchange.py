@@ -1,7 +1,7 @@
-"""The verbs `paramserver-admin export` and `import`, which are those of `paramserver`.
+"""The verbs `paramserver-admin export` and `import`, which do the same as those verbs of `paramserver`.
 
-They are clients of the data side, in a package above this one, which is imported when one of them is called. That
-package knows their options.
+These verbs read and write tensors of jobs. The package `trainer_client` has their code and their options, and is
+imported when one of them is called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def import_checkpoint(context: typer.Context) -> None:
 
 
 def _call(name: str, arguments: list[str]) -> None:
-    """Call the verb with the credentials of the options before it, which the verb's own options override."""
+    """Call a verb of `trainer_client` with the token and TLS files that the options before the verb name.
+
+    The same options after the verb win over those before it.
+    """
     given = CREDENTIALS.get()
     files = {
         "--token-file": given.token_file,

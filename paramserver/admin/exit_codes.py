@@ -6,7 +6,7 @@ import enum
 
 
 class ExitCode(enum.IntEnum):
-    """The exit status of a verb."""
+    """The exit statuses of the verbs, by which scripts tell what has happened."""
 
     DONE = 0
     """The verb did what it says."""

@@ -37,7 +37,8 @@ def fsck(
     if (state_dir is None) == (state_dir_option is None):
         fail("give the state directory once: as STATE_DIR, or as --state-dir STATE_DIR")
     directory = state_dir or state_dir_option or Path()
-    # These modules import torch, which takes a second. No other verb needs torch, so they are imported here.
+    # The modules of `storage` import torch, which takes a second. Only the verb `fsck` needs torch, so it imports them
+    # here.
     from storage.base.errors import DataLossError, StorageError
     from storage.fsck import StateCheck, check_state
 

@@ -33,13 +33,13 @@ from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ResultT = TypeVar("ResultT")
 
-# The most daemons that are asked at the same time. Each takes a thread.
+# The most daemons that a command for several nodes calls at the same time, because each call takes a thread.
 MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[ResultT]):
-    """The result of one daemon; without a result, `error` says why."""
+    """What one daemon has answered. If it has not answered, `result` is None, and `error` says why."""
 
     address: str
     result: ResultT | None = None
@@ -48,14 +48,14 @@ class Answer(Generic[ResultT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question(Generic[ResultT]):
-    """A question to daemons, and the forms of its answer.
+    """A call that a verb makes to one or several daemons, and how their answers are printed.
 
     Attributes:
         call: asks one daemon. It gets the daemon's stub and its address.
         show: returns the answer for people.
         values: returns the answer as values for JSON.
-        total: returns the answer of all daemons together; None: such answers cannot be added.
-        verdict: returns the exit status that an answer stands for.
+        total: returns one answer with the sums over all daemons. None if the answers of this verb cannot be added.
+        verdict: returns the exit status of the program for an answer, for example 4 if the answer reports damage.
     """
 
     call: Callable[[Any, str], ResultT]
@@ -84,12 +84,15 @@ def addresses_of(option: str | None) -> Sequence[str]:
 
 
 def is_several(option: str | None) -> bool:
-    """Return whether the output has the form for several daemons. It has this form also if a file names only one."""
+    """Return whether the verb prints its output in the form for several daemons.
+
+    It does so also if the option names a file with the address of only one daemon.
+    """
     return bool(option) and ("," in (option or "") or (option or "").startswith("@"))
 
 
 def only_one(option: str | None, what: str) -> str:
-    """Return the only address of an option.
+    """Return the address that an --address names. End the program if the option names several addresses.
 
     `what` names the verb that works with one daemon only, for the error text.
     """
@@ -149,8 +152,8 @@ def ask(addresses: Sequence[str], call: Callable[[Any, str], ResultT]) -> Sequen
                     unreachable[address] = str(error)
             return [one.result() for one in [threads.submit(ask_one, address) for address in addresses]]
         except KeyboardInterrupt:
-            # The threads wait for their calls, which end when the channels are closed. A call that has not begun by
-            # then fails, so the daemons that were not asked yet stay as they are.
+            # At Ctrl-C, threads still wait for daemons to answer. Their calls end when `finally` closes the channels,
+            # and a call that has not begun by then fails, so it changes nothing at its daemon.
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         finally:
             for channel in channels.values():

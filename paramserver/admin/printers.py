@@ -54,7 +54,8 @@ def text(shown: str, style: str = "") -> Text:
 def console() -> Console:
     """Return a console on standard output, which is 200 columns wide if that is a file or a pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A client's name may contain characters that the terminal's encoding lacks; these are printed escaped.
+        # A client's name may contain characters that the terminal's encoding lacks. Python prints them escaped, not an
+        # error.
         sys.stdout.reconfigure(errors="backslashreplace")
     out = _Output()
     return out if out.is_terminal else _Output(width=200)
@@ -62,9 +63,9 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def readings() -> Iterator[Callable[[RenderableType], None]]:
-    """Yield a function that shows a reading in place of the one before, and prints each one if that is impossible.
+    """Yield a function that shows a table in place of the one that it showed before, for verbs that repeat.
 
-    It is impossible in a file, in a pipe, and on a terminal that cannot move its cursor.
+    In a file, in a pipe, and on a terminal that cannot move its cursor, it prints each table below the last one.
     """
     out = console()
     if not out.is_terminal or out.is_dumb_terminal:
@@ -75,7 +76,10 @@ def readings() -> Iterator[Callable[[RenderableType], None]]:
 
 
 class _Output(Console):
-    """A console that leaves it to `interruptible` what happens if the program that reads the output has ended."""
+    """A console that raises BrokenPipeError if the program that reads the output has ended.
+
+    `interruptible` handles the error. rich alone would end the program with a status of its own.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -90,7 +94,7 @@ def new_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
 
 
 def add_row(table: Table, *cells: str | Text) -> None:
-    """Add a row, whose strings are printed literally."""
+    """Add a row to a table. Each string becomes a Text, so that rich interprets no markup in it."""
     table.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in cells))
 
 

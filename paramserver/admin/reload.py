@@ -11,7 +11,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def reload(address: Address = None, as_json: AsJson = False) -> None:
-    """Have the daemon read its configuration again. Quotas take effect at once.
+    """Have the daemon read its configuration again. Quotas and the memory that it lends take effect at once.
 
     Other changed keys need a restart, and the command names them.
 

@@ -51,7 +51,8 @@ def _pages(store: Any, request: admin_pb.ListShardsRequest) -> Iterator[Sequence
 
 def _print_json(pages: Iterator[Sequence[admin_pb.ShardInfo]]) -> None:
     """Print one JSON object as `printers.to_json` makes it, page by page, because a job may have 100,000 shards."""
-    # The first page is requested before anything is printed, so that a refused call prints no part of an object.
+    # The first page of shards is requested before anything is printed, so that no part of a JSON object is printed if
+    # the daemon refuses the call.
     first = next(pages)
     print('{"shards": [', end="")
     separator = ""

@@ -25,7 +25,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def tiers_table(response: admin_pb.GetTiersResponse) -> RenderableType:
-    """Return a table of the use, traffic and hit rate of each tier, and lines below it as wide as the output."""
+    """Return a table of the use, traffic and hit rate of each tier, with lines about its problems and loans below."""
     columns = ["tier", "state", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
     table = new_table(_title("Tiers", response), columns, left=("tier", "state"))
     for tier in response.tiers:
@@ -44,7 +44,8 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> RenderableType:
             f"{shown_size(tier.bytes_read)} {_rate(tier.bytes_read, tier.read_seconds)}".strip(),
             f"{shown_size(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
         )
-    # Paths are long. They are printed below the table, where they take no width from the figures.
+    # The tiers' paths are printed below the table, because a column of long paths would take the width from the
+    # figures.
     lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers if tier.detail]
     for tier in response.tiers:
         if tier.quarantined_bytes:
@@ -66,7 +67,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> RenderableType:
 
 
 def _memory_lines(tier: admin_pb.TierInfo) -> list[str]:
-    """Return a line for each loan that was given, and for each lender."""
+    """Return lines about host memory: the loans to other daemons, and the daemons from which this one borrows."""
     lines = []
     if tier.lend_budget_bytes or tier.loans:
         lines.append(f"lent: {shown_size(tier.lent_bytes)} of lend_budget {shown_size(tier.lend_budget_bytes)}")
@@ -113,7 +114,7 @@ def devices_table(tiers: Iterable[admin_pb.TierInfo]) -> Table:
 
 
 def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
-    """Return a table of the holders of each tier's used bytes."""
+    """Return a table of how many used bytes of each tier each holder has, for example a job."""
     table = new_table("Used bytes by holder", ["tier", "holder", "bytes", "of"], left=("tier", "holder"))
     for account in response.accounts:
         rows = [(text(holding.holder), holding.bytes) for holding in account.holdings]
@@ -131,10 +132,12 @@ def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
 
 def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> RenderableType:
     """Return a table of the progress and size of each job, with the problems of replicas below it."""
-    # Each job lists every tier of its store. If there are no jobs, the table has the two tiers that every store has.
+    # Each job lists all tiers of its store, so the jobs say which columns the table has. If there are no jobs, the
+    # table has the columns of the host and NVMe tiers, which every store has.
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
     columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "kept"]
-    # The column is left out where it would repeat the one of the committed steps, as for jobs on one node.
+    # The table has a column of settled steps only if a job's settled step differs from its committed step. The two are
+    # always equal for jobs on one node.
     unsettled = any(_settled_text(job) != _committed_text(job) for job in jobs)
     columns += ["settled"] if unsettled else []
     replicated = any(job.replicas for job in jobs)
@@ -354,7 +357,7 @@ def config_table(response: admin_pb.GetConfigResponse) -> Table:
 
 
 def version_table(response: admin_pb.GetVersionResponse, client: str, build: str) -> Table:
-    """Return a table of the versions of a daemon and of this tool, which is `client` of `build`."""
+    """Return a table of the versions of a daemon and of this tool. `client` and `build` are those of this tool."""
     table = new_table("Versions", ["what", "version"], left=("what", "version"))
     rows = {
         "paramserver-admin": f"{client}, build {build}",
@@ -401,7 +404,7 @@ def clock(unix_seconds: float) -> str:
 
 
 def _title(what: str, response: admin_pb.GetTiersResponse) -> str:
-    # The total of several daemons has no directory.
+    # A response that adds up several daemons has no state directory, so the table's title names none.
     where = f" of {response.state_dir}" if response.state_dir else ""
     return f"{what}{where} ({response.sessions} sessions)"
 

@@ -18,7 +18,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The figures of one daemon, or the sums of several."""
+    """What one refresh of `top` shows: the answers of one daemon, or the sums of the answers of several."""
 
     tiers: admin_pb.GetTiersResponse
     jobs: admin_pb.ListJobsResponse

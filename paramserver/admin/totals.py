@@ -39,7 +39,10 @@ def tiers(answers: Sequence[admin_pb.GetTiersResponse]) -> admin_pb.GetTiersResp
 
 
 def accounts(answers: Sequence[admin_pb.GetAccountsResponse]) -> admin_pb.GetAccountsResponse:
-    """Return the account of each tier with the sums of all daemons; it is settled if all are."""
+    """Return the account of each tier with the sums of all daemons.
+
+    The total of a tier is settled only if that tier's account is settled at each daemon.
+    """
     total = admin_pb.GetAccountsResponse()
     for same in _grouped((account for answer in answers for account in answer.accounts), lambda account: account.tier):
         account = _added(admin_pb.TierAccount(tier=same[0].tier, settled=all(one.settled for one in same)), same)
@@ -68,7 +71,8 @@ def jobs(answers: Sequence[admin_pb.ListJobsResponse]) -> admin_pb.ListJobsRespo
         for field in ("committed_step", "durable_step", "committed_at_unix_seconds"):
             if all(one.HasField(field) for one in same):
                 setattr(job, field, min(getattr(one, field) for one in same))
-        # A step is settled on all nodes if one daemon knows that it is.
+        # Ranks have committed a settled step on all nodes, so the newest settled step that any daemon reports is the
+        # job's.
         if settled := [one.settled_step for one in same if one.HasField("settled_step")]:
             job.settled_step = max(settled)
     return total
@@ -82,7 +86,8 @@ def sessions(answers: Sequence[admin_pb.ListSessionsResponse]) -> admin_pb.ListS
 def steps(answers: Sequence[admin_pb.ListStepsResponse]) -> admin_pb.ListStepsResponse:
     """Return each step, by layout and number, with the bytes of all daemons.
 
-    A flag is set if all set it. Only `settled` is set if one daemon sets it, because that one knows of all nodes.
+    A flag of a step is set if all daemons set it. `settled` alone is set if one daemon sets it, because that daemon
+    knows that all nodes have committed the step.
     """
     total = admin_pb.ListStepsResponse()
     found = (step for answer in answers for step in answer.steps)
@@ -132,12 +137,12 @@ def drain(answers: Sequence[admin_pb.GetDrainResponse]) -> admin_pb.GetDrainResp
 
 
 def figures(answers: Sequence[MessageT]) -> MessageT:
-    """Return a message whose numbers are the sums of the answers' numbers."""
+    """Return a message of the same type in which each number is the sum of that field in all answers."""
     return _added(type(answers[0])(), answers)
 
 
 def _added(into: MessageT, messages: Iterable[MessageT]) -> MessageT:
-    """Add the singular numbers of messages to those of `into`, which has no presence, and return `into`."""
+    """Add the number of each field that is not repeated to the same field of `into`, and return `into`."""
     fields = [f for f in into.DESCRIPTOR.fields if f.cpp_type in _FIGURES and not f.is_repeated]
     for message in messages:
         for field in fields:

@@ -42,7 +42,7 @@ def verify(
 
 
 def _verify(store: Any, address: str, job: str, show: ShowBytes) -> admin_pb.VerifyResponse:
-    """Return the result of a verification: the last progress, with all damage."""
+    """Verify all bytes of a job, show the progress, and return the last message with the damage of all messages."""
     result = admin_pb.VerifyResponse()
     for progress in store.Verify(admin_pb.VerifyRequest(job=job)):
         result.verified_bytes, result.total_bytes = progress.verified_bytes, progress.total_bytes

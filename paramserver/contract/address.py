@@ -23,7 +23,7 @@ def socket_path(address: str) -> Path:
     """Return the absolute path in `unix:/path` or `unix:///path`.
 
     Raises:
-        ValueError: no socket can be there; the message says why.
+        ValueError: no socket can be at that path; the message says why.
     """
     path = address.removeprefix(_UNIX)
     if not path.startswith("/"):
@@ -81,7 +81,7 @@ def check_collector(endpoint: str) -> str:
         ValueError: the address is not `http://HOST:PORT` or `https://HOST:PORT`.
     """
     parts = urlsplit(endpoint)
-    # `port` raises ValueError for a port that is not a number, or above 65535.
+    # Reading `parts.port` raises ValueError if the address has a port that is not a number, or is above 65535.
     if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port or parts.path not in ("", "/"):
         raise ValueError(f"{endpoint!r} is no address of a collector: write http://HOST:4317 or https://HOST:4317")
     return endpoint

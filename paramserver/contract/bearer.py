@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-# The name of the header of W3C Trace Context, which gRPC carries as metadata.
+# The key of the gRPC metadata by which a client sends its trace to the daemon: the header of W3C Trace Context.
 TRACEPARENT = "traceparent"
 
 
@@ -29,7 +29,7 @@ class _Bearer(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """An interceptor that adds metadata to every call."""
+    """The base of interceptors that add metadata to every call; a subclass says which, in `added`."""
 
     @abstractmethod
     def added(self) -> tuple[tuple[str, str], ...]:
@@ -63,7 +63,7 @@ class _Bearer(
 
 
 class TokenBearer(_Bearer):
-    """An interceptor that adds the token to the metadata of every call."""
+    """An interceptor that adds the client's token to every call, as the header `authorization`."""
 
     def __init__(self, token: str) -> None:
         self._added = (("authorization", f"Bearer {token}"),)
@@ -76,8 +76,8 @@ class TraceParent(_Bearer):
     """An interceptor that adds W3C's `traceparent` to the metadata of every call, while there is a trace.
 
     Attributes:
-        value: the header that names the span within which calls are made now; None: no trace is taken. Any thread may
-            read it, and one writes it.
+        value: the header that names the span within which calls are made now. None if no trace is taken. One thread
+            writes the value, and any thread may read it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The names under which a job has the large buffers of its ranks, beside the parameters of the model.
+"""The names under which a job stores the large buffers of its ranks' modules, beside the model's parameters.
 
 A job has one entry for each rank, because ranks may have buffers with other values. These entries are no part of the
 model's identity: with other buffers a job is laid out anew, and never refused as another model. This module owns the
@@ -7,7 +7,8 @@ form of these names.
 
 from __future__ import annotations
 
-# A module's attribute has no such name, so no parameter has.
+# Names of stored buffers begin with this text. It contains characters that no attribute of a module has in its name, so
+# no parameter of a model has the name of a buffer.
 _BEGIN = "(buffers of rank "
 
 

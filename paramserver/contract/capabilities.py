@@ -7,16 +7,19 @@ new daemon, and the reverse. docs/architecture.md says how a capability is added
 
 from __future__ import annotations
 
-# A client with it gets the newest settled step if it names none. A store with it has the call SettleStep.
+# If a client with this capability requests a job's step without naming one, the store gives it the newest settled step.
+# A store with this capability has the call SettleStep.
 SETTLED_STEPS = "settled-steps"
-# The store makes a numbered call of a session once, and answers its repetitions; see repeated_calls.py.
+# A store with this capability makes each numbered call of a session once. If the client repeats a call, the store sends
+# the first call's answer again; see repeated_calls.py.
 REPEATED_CALLS = "repeated-calls"
-# The store has the call AmendStep.
+# A store with this capability has the call AmendStep.
 AMENDED_STEPS = "amended-steps"
-# The store lets a rank come back to its run in another session after its own has ended, and holds back each gradient
-# that the rank was writing.
+# A store with this capability lets a rank whose session has ended come back to its run with a new session. The store
+# does not reuse the memory to which the rank was writing gradients until the rank's process cannot write there.
 RETURNING_RANKS = "returning-ranks"
-# The store knows entries of a job with the large buffers of ranks, which are no part of the model; see buffer_names.py.
+# A store with this capability accepts entries of a job that hold large buffers of the ranks. They are no part of the
+# model; see buffer_names.py.
 LARGE_BUFFERS = "large-buffers"
 
 CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, RETURNING_RANKS, AMENDED_STEPS, LARGE_BUFFERS)

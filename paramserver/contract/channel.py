@@ -20,12 +20,13 @@ from paramserver.contract.sockets import grpc_target
 
 Options = Sequence[tuple[str, int | str]]
 
-# The options for channels that this module does not make, such as those of grpc.aio.
+# The channel options that make calls ignore the proxy in the environment variable `http_proxy`. Modules that make their
+# own channels to a daemon pass them, too.
 NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 
 
 class TlsFiles(NamedTuple):
-    """The PEM bytes of three files.
+    """The certificates and the key with which a client connects over mutual TLS, as PEM bytes.
 
     Attributes:
         authorities: the certificates of the authorities that sign the daemon's certificate.
@@ -110,7 +111,7 @@ def collector_channel(endpoint: str, authorities: Path | None = None) -> grpc.Ch
     """Return a channel to an OpenTelemetry collector at `http://HOST:PORT`, or encrypted at `https://HOST:PORT`.
 
     Args:
-        authorities: PEM file of the authorities that sign the collector's certificate; None: those of gRPC.
+        authorities: PEM file of the authorities that sign the collector's certificate. None if gRPC's own list is used.
 
     Raises:
         OSError: the file cannot be read.

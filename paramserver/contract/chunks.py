@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# The most bytes of data in one message.
+# The most bytes of tensor data in one chunk, which is one message of a Read or Write stream.
 MAX_CHUNK_BYTES = 1 << 20
 
 _CHUNK_TAG = 0x12
@@ -29,7 +29,7 @@ _CHECKSUM_TAG = 0x09
 _FIRST_BYTE_TAG = 0x10
 _DATA_TAG = 0x1A
 _CHECKSUM = struct.Struct("<BQ")
-# The most bytes of a uint64, because each byte holds seven of its bits.
+# The most bytes of a uint64 in a protobuf message, which encodes it as a varint: each byte holds seven of its 64 bits.
 _MAX_VARINT_BYTES = 10
 
 MessageT = TypeVar("MessageT", pb.ReadResponse, pb.WriteRequest, pb.AccessLoanRequest, pb.AccessLoanResponse)

@@ -1,4 +1,4 @@
-"""The verbs of `paramserver` and `paramserver-admin` that are clients of the data side, and how a command finds them.
+"""The verbs of both commands that read and write tensors or start trainings, and how a command finds them.
 
 These verbs lie in packages above `paramserver`, which this package must not import. Each of them is an entry point of
 the group `paramserver.verbs`, so a command finds it by its name in what is installed. pyproject.toml lists them.
@@ -17,7 +17,7 @@ class VerbError(Exception):
     """A verb was not carried out.
 
     Args:
-        text: why.
+        text: why the verb was not carried out.
         is_usage: whether the command line is wrong, or a file that it names.
     """
 

@@ -1,4 +1,7 @@
-"""Reads of a rank that may find their bytes on its device. The daemon's side says which do, for the planner."""
+"""The record of a read that may find its bytes in the memory of the reading rank's device.
+
+The planner of `paramserver plan` makes these records, and paramserver/device_reads.py computes which reads do.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class DeviceRead:
         slab: the name of the slab.
         version: a number that changes whenever the slab's bytes do.
         nbytes: the size of the slab.
-        next_use: the position of the next read of the same bytes in the sequence of reads; None: there is none.
+        next_use: the position of the next read of the same bytes in the sequence of reads, or None if there is none.
     """
 
     slab: str

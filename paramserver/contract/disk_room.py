@@ -1,7 +1,7 @@
 """Whether the disks of a daemon have room for its `nvme_budget`.
 
-The daemon says it in its log, and a trainer that starts a daemon says it, too. A budget above the room is no error,
-because a disk can grow, and other files on it can be removed.
+If they have not, the daemon says so in its log, and a trainer that starts a daemon says so, too. A budget above the
+room is no error, because a disk can grow, and other files on it can be removed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paramserver.contract.sizes import shown_size
 
-# st_blocks counts in these units on Linux, whatever the block size of the file system.
+# The unit in which Linux counts `st_blocks` of a file, whatever the block size of the file system.
 _BLOCK_BYTES = 512
 
 
@@ -35,12 +35,12 @@ def room_of(files: Iterable[Path]) -> int:
 
 
 def too_large(key: str, budget_bytes: int, files: Iterable[Path]) -> str | None:
-    """Return what to say of a budget for which its disks have no room.
+    """Return a text for the log about a budget for which its disks have no room.
 
     This returns None for every other budget, and where a file system does not say how much is free.
 
     Args:
-        key: the key that the user has written, or may write.
+        key: the name of the budget's key, for the text.
         files: the data files of the budget.
     """
     paths = list(files)

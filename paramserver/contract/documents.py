@@ -1,6 +1,7 @@
 """The parsing of JSON and TOML that came from a file or over the network.
 
-The standard library raises RecursionError, which is no error of a value, for a text that is nested a thousand times.
+The standard library raises RecursionError for a text that is nested a thousand times. This module raises ValueError for
+it, as for every other text that cannot be parsed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
 def parse_small_json(content: bytes, most_values: int) -> Any:
     """Return what `parse_json` returns for a document of a foreign file.
 
-    A document of 100 MB of empty lists would take 2 GB, and minutes of garbage collection.
+    The number of values is bounded, because 100 MB of empty lists would take 2 GB and minutes of garbage collection.
 
     Raises:
         ValueError: see `parse_json`; or the document may have more than `most_values` values.

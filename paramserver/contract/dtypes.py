@@ -12,6 +12,6 @@ from paramserver.v1 import parameter_store_pb2 as pb
 
 DType: TypeAlias = pb.DType
 
-# The contract names its types as torch does.
+# The wire contract names its dtypes as torch does, so getattr(torch, name) finds the torch dtype of each.
 TORCH_DTYPES: Mapping[DType, torch.dtype] = {value: getattr(torch, word) for word, value in words_of(pb.DType).items()}
 WIRE_DTYPES: Mapping[torch.dtype, DType] = {dtype: value for value, dtype in TORCH_DTYPES.items()}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# The form that the training config accepts. `parse_durability` also accepts leading zeros.
+# The training config accepts durabilities that match this pattern. `parse_durability` also accepts leading zeros in N.
 DURABILITY_PATTERN = r"^(step|replicated|none|snapshot:[1-9][0-9]*)$"
 REPLICATED = "replicated"
 
 
 def parse_durability(text: str) -> pb.Durability:
-    """Return the class that the text names.
+    """Return the durability class that a text names, for example "snapshot:10".
 
     Raises:
         ValueError: the text names no class.
@@ -29,7 +29,7 @@ def parse_durability(text: str) -> pb.Durability:
 
 
 def durability_text(durability: pb.Durability) -> str:
-    """Return the text that names a class, or "-" if no class is set."""
+    """Return the text that names a durability class, for example "snapshot:10", or "-" if none is set."""
     name = durability.WhichOneof("class") or "-"
     return f"snapshot:{durability.snapshot.every_steps}" if name == "snapshot" else name
 

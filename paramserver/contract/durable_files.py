@@ -16,7 +16,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
-# The characters of a file's name that its temporary name repeats, because a name may have at most 255 bytes.
+# A temporary file's name repeats at most this many characters of the name of the file that it will replace. The limit
+# is needed because a name may have at most 255 bytes.
 _REPEATED_CHARACTERS = 32
 
 
@@ -37,10 +38,10 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], *, mode: int = 0o6
 
 @contextmanager
 def prepared(path: Path, write: Callable[[IO[bytes]], object], *, mode: int = 0o666) -> Iterator[Callable[[], None]]:
-    """Write a file beside `path`, and yield a function that gives it this name; `replace` describes both.
+    """Write a file beside `path`, and yield a function that renames it to `path`; `replace` describes the arguments.
 
-    A caller that replaces several files prepares all of them first, because a full disk shows then. The file is removed
-    if the context ends without a call of the function.
+    A caller that replaces several files prepares all of them first, so that a full disk is noticed before the first one
+    is replaced. The new file is removed if the context ends without a call of the function.
     """
     part = unfinished_name(path)
 
@@ -60,7 +61,7 @@ def prepared(path: Path, write: Callable[[IO[bytes]], object], *, mode: int = 0o
 
 @contextmanager
 def new_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Create a file and yield it. If the context ends without an error, its bytes are on the disk.
+    """Create a file and yield it. If the context ends without an error, the file's bytes are on the disk.
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -75,13 +76,15 @@ def publish_directory(made: Path, path: Path) -> None:
     """Give a directory whose files were made by `new_file` the name `path`, in place of a directory that is there.
 
     Raises:
-        OSError: a directory cannot be renamed or synced. Unless its parent alone cannot be synced, `path` is as before.
+        OSError: a directory cannot be renamed or synced. If it is not the sync of the parent that failed, `path` is as
+            before.
     """
     sync_directory(made)
     if not os.path.lexists(path):
         made.rename(path)
     else:
-        # Linux renames a directory only to a name that is free or that of an empty directory.
+        # Linux renames a directory only to a free name, or to the name of an empty directory. So the directory that has
+        # the name `path` now is renamed first.
         former = made.with_suffix(".former")
         path.rename(former)
         try:
@@ -122,8 +125,9 @@ def sync_directory(directory: Path) -> None:
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory and its parents, unless it exists.
 
-    The parent of each directory that is made is synced. Otherwise a loss of power could remove the directory with all
-    files in it, although these were synced. A parent that this user may not list cannot be opened, so it is not synced.
+    The parent of each directory that is made is synced. Without that, a loss of power could remove the directory and
+    all files in it, although these were synced. A parent that this user may not list cannot be opened, so it is not
+    synced.
 
     Args:
         mode: the permissions of the directory, from which those of the umask are taken. New parents get the default.

@@ -14,17 +14,17 @@ from paramserver.v1 import parameter_store_pb2 as pb
 
 Kind: TypeAlias = pb.Kind
 
-# The kinds that do not depend on the optimizer. The other kinds are states of some optimizers (contract/optimizers).
+# The kinds of bytes that a job has with any optimizer. All other kinds are optimizer states (contract/optimizers).
 PARAM = pb.KIND_PARAM
 MASTER = pb.KIND_MASTER
 GRAD = pb.KIND_GRAD
 
-# The names of the kinds that are kept from step to step: of all kinds but the gradient.
+# The names of the kinds that a job stores from step to step. Gradients are left out, because a step uses them up.
 StoredKind = Literal["param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"]
 
 KINDS: Mapping[str, Kind] = words_of(pb.Kind)
 
 
 def kind_name(kind: Kind) -> str:
-    """Return the word for a kind. The word for an optimizer's state is torch's name of the state."""
+    """Return the word for a kind, for example "param". For an optimizer's state it is torch's name of the state."""
     return word_of(pb.Kind, kind)

@@ -1,9 +1,9 @@
-"""Numbers on which the two ends must agree, each with the reason for its value."""
+"""Numbers on which the daemon and its clients must agree, each with the reason for its value."""
 
 from __future__ import annotations
 
-# HTTP/2 frames are 16 KiB by default and would split each chunk of 1 MiB into 64. With the largest size that HTTP/2
-# allows, a chunk is one frame.
+# The size of HTTP/2 frames between clients and the daemon: the largest that HTTP/2 allows, so that a chunk of 1 MiB is
+# one frame. With the default of 16 KiB, a chunk would be split into 64 frames.
 MAX_FRAME_BYTES = (1 << 24) - 1
 
 # Shards start at multiples of this number of elements, in their parameter and in their group. torch's fused CPU kernels
@@ -11,17 +11,18 @@ MAX_FRAME_BYTES = (1 << 24) - 1
 # same bits as the whole parameter. storage.base.shard.ELEMENT_ALIGNMENT is the same number; a test compares the two.
 ELEMENT_ALIGNMENT = 16
 
-# Ranges that one lease gathers start at multiples of this number of bytes, so that each can be viewed as its element
-# type. storage.memory.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
+# If one lease gathers several ranges of tensors, each range starts at a multiple of this number of bytes in the lease,
+# so that it can be viewed as a tensor of its dtype. storage.memory.gathering.GATHER_ALIGNMENT is the same number; a
+# test compares the two.
 GATHER_ALIGNMENT_BYTES = 16
 
-# The store verifies this number of bytes of a tensor at once. A read that begins at a multiple of it and covers the
-# whole block goes into the arena without a copy. storage.base.integrity.BLOCK_BYTES is the same number; a test compares
-# the two.
+# The store verifies a tensor's checksums in blocks of this number of bytes. Only a read that begins at a multiple of it
+# and covers whole blocks goes into the arena without a copy. storage.base.integrity.BLOCK_BYTES is the same number; a
+# test compares the two.
 READ_BLOCK_BYTES = 128 << 10
 
-# The most gradients that a rank has at once without parking them, if the store asks it to park (`Lease.park`): that of
-# the root, those of the unit whose backward runs and of the one before, and one that another unit waits with. The
+# If the store asks a rank to park gradients (`Lease.park`), the rank has at most this number of gradients that are not
+# parked: the root unit's, those of the unit whose backward runs and of the unit before, and one of a further unit. The
 # daemon admits a job only if its host budget can hold this number of the largest gradients of each rank.
 GRADIENTS_AT_ONCE = 4
 
@@ -31,7 +32,7 @@ GRADIENTS_AT_ONCE = 4
 # (trainer_client/training/step/residency.py).
 UNITS_MAPPED_AT_ONCE = 3
 
-# A client state has random states, a schedule and a data cursor. OpenJob answers with the states of all retained steps
-# in one message, so a single one must be small. The trainer looks before a step is made, because a state that the
-# daemon refuses would end the run.
+# The largest client state, which holds a rank's random states, schedule and data cursor. The limit is small, because
+# OpenJob answers with the states of all retained steps in one message. The trainer checks the size before it makes a
+# step, because the run would end if the daemon refused the state.
 MAX_CLIENT_STATE_BYTES = 2 << 20

@@ -10,13 +10,14 @@ import logging
 
 log = logging.getLogger(__name__)
 
-# The numbers of these parameters in malloc.h.
+# The numbers of two parameters of glibc's function mallopt(), from its header malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-# Buffers of up to this size come from the heap. A chunk with its message around it is smaller.
+# malloc takes buffers of up to this size from the heap and does not map them one by one. A chunk with its message
+# around it is smaller, so its memory can be used again.
 _FROM_HEAP_BYTES = 4 << 20
-# The number of free bytes that the allocator keeps at the end of the heap instead of returning them to the kernel.
+# malloc keeps this number of free bytes at the end of the heap, and returns only what is beyond them to the kernel.
 _KEPT_BYTES = 16 << 20
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 def raise_limit() -> None:
     """Raise this process's soft limit of open files to its hard limit, which needs no privileges."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The kernel refuses this if the hard limit is above fs.nr_open. The soft limit then stays as it is.
+    # The kernel refuses the new soft limit if the hard limit is above fs.nr_open. In that case the soft limit stays as
+    # it is.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,11 +1,11 @@
-"""The number of threads with which a daemon updates if its configuration names none. The planner uses it, too."""
+"""The number of optimizer threads of a daemon whose configuration names none. The planner uses the number, too."""
 
 from __future__ import annotations
 
-# No machine was measured with more threads than these.
+# The most threads that an optimizer update uses by default. More were not measured on any machine.
 MOST_BY_DEFAULT = 16
 
 
 def by_default(processors: int) -> int:
-    """Return the number of threads for a daemon that may use so many processors, and leave the others to trainers."""
+    """Return the number of optimizer threads of a daemon that may use `processors`; the rest is left to trainers."""
     return max(1, min(processors // 2, MOST_BY_DEFAULT))

@@ -28,17 +28,18 @@ from paramserver.contract.channel import collector_channel
 
 log = logging.getLogger(__name__)
 
-# A span of this process or of another one, below which this process puts its spans.
+# The type of a parent span, from this process or another one. The spans that this process sends become its children.
 Parent: TypeAlias = Any
 
-# Three environment variables of OpenTelemetry. The first has further metadata for the collector, such as its key; the
-# second has the file of the authorities (PEM) that sign its certificate. If the third is "true", the process sends no
-# spans.
+# The names of three environment variables of OpenTelemetry. HEADERS_VARIABLE has further metadata for the collector,
+# such as a key. AUTHORITIES_VARIABLE has the PEM file of the authorities that sign the collector's certificate. If
+# DISABLED_VARIABLE is "true", the process sends no spans.
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
 AUTHORITIES_VARIABLE = "OTEL_EXPORTER_OTLP_CERTIFICATE"
 DISABLED_VARIABLE = "OTEL_SDK_DISABLED"
 
-# The most spans that wait for the collector; they take some 40 MB. While so many wait, further spans are dropped.
+# The most spans that this process queues for the collector; they take some 40 MB. While the queue is full, it drops
+# further spans.
 _QUEUED_SPANS = 50_000
 _BATCH_SPANS = 512
 _BATCH_DELAY_MILLIS = 1000
@@ -63,13 +64,15 @@ def is_disabled() -> bool:
 
 
 class SpanSender:
-    """The sender of one process. Its methods may be called on any thread, and do not wait.
+    """The object by which a process sends spans to the collector. Its methods may be called on any thread.
+
+    No method but `close` waits: a thread of this object sends the queued spans.
 
     All times are those of time.monotonic(), in seconds.
     """
 
     def __init__(self, endpoint: str, attributes: Mapping[str, str]) -> None:
-        """Start the thread that sends.
+        """Connect to the collector, and start the thread that sends the queued spans to it.
 
         Args:
             endpoint: the address of the collector, which `check_collector` has accepted.
@@ -94,7 +97,8 @@ class SpanSender:
         self._api: Any = trace
         self._propagator: Any = TraceContextTextMapPropagator()
         self._ids = _Ids()
-        # The caller decides which steps are traced, and makes no spans for the others. So the sampler keeps every span.
+        # The sampler keeps every span, because the caller decides which steps are traced, and makes no spans for other
+        # steps.
         self._provider: Any = TracerProvider(
             sampler=ALWAYS_ON,
             resource=Resource.create(dict(attributes)),
@@ -122,7 +126,8 @@ class SpanSender:
             name: the span's name.
             began: the time at which the span began.
             trace_id: 16 random bytes, the same in all of these processes.
-            is_root: whether this process has the root of the trace. All others have spans below it.
+            is_root: whether this process has the root of the trace. The spans of the other processes lie below the
+                root.
         """
         trace, root = int.from_bytes(trace_id, "big") or 1, int.from_bytes(trace_id[:8], "big") or 1
         if is_root:
@@ -134,8 +139,9 @@ class SpanSender:
     def end(self, span: Any, ended: float, attributes: Mapping[str, str | int]) -> None:
         """End a span that was begun, and queue it for the collector."""
         span.set_attributes(dict(attributes))
-        # Beginning and end are converted one after the other, between which the difference of the two clocks may change
-        # by some hundred nanoseconds. A shorter span would end before it begins.
+        # `began` and `ended` are converted one after the other. Between the two conversions, the difference of the two
+        # clocks may change by some hundred nanoseconds, so a shorter span could end before it begins. `max` prevents
+        # that.
         span.end(max(span.start_time, _unix_nanoseconds(ended)))
 
     def add(self, parent: Parent, name: str, began: float, ended: float, attributes: Mapping[str, str | int]) -> None:
@@ -159,13 +165,17 @@ class SpanSender:
         closing = threading.Thread(target=self._provider.shutdown, name="otlp-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
-        # This ends the attempts to send spans that the collector has not taken.
+        # The exporter's shutdown ends its attempts to send spans that the collector has not taken, so the thread can
+        # end.
         self._exporter.shutdown()
         closing.join(_CLOSE_SECONDS)
 
 
 class _Ids:
-    """The ids of new traces and spans: random ones, unless this thread has set those of the next trace."""
+    """The generator of ids that the SDK asks for each new trace and span.
+
+    Ids are random, unless this thread has set those of the next trace, which other processes share.
+    """
 
     def __init__(self) -> None:
         self.of_this_thread = threading.local()
@@ -175,7 +185,8 @@ class _Ids:
         return secrets.randbits(128) or 1 if wanted is None else wanted[0]
 
     def generate_span_id(self) -> int:
-        # The tracer asks for the id of the trace first, and then for that of its root.
+        # The tracer asks this generator for the trace's id first, and then for the root span's. So the ids that the
+        # thread had set for its next trace are used up now, and are dropped.
         wanted: tuple[int, int] | None = getattr(self.of_this_thread, "next", None)
         self.of_this_thread.next = None
         return secrets.randbits(64) or 1 if wanted is None else wanted[1]
@@ -185,7 +196,7 @@ class _Ids:
 
 
 class _Exporter:
-    """The exporter, which the thread of the SDK's processor calls with batches of spans."""
+    """The object that sends batches of spans to the collector. The SDK calls it on a thread of its own."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans  # noqa: PLC0415
@@ -211,7 +222,8 @@ class _Exporter:
         try:
             self._stub.Export(self._encode(spans), timeout=_EXPORT_SECONDS, metadata=self._headers)
         except (grpc.RpcError, ValueError) as error:
-            # gRPC raises ValueError for a channel that was closed meanwhile.
+            # A call on a channel that another thread has closed raises ValueError, so that is logged like a failed
+            # call.
             self._log(error, len(spans))
             return self._result.FAILURE
         return self._result.SUCCESS

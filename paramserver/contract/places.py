@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 
 def check_place(path: Path) -> Path:
-    """Return a path as it is.
+    """Check a path of a configuration or an option, and return it unchanged.
 
     Raises:
         ValueError: the path begins with ~. Only a shell replaces that, and bash does not in `--state-dir=~/store`, so a
@@ -22,5 +22,5 @@ def check_place(path: Path) -> Path:
     return path
 
 
-# The type of a key whose value is such a path.
+# The type of a configuration key whose value is a path that `check_place` accepts.
 Place = Annotated[Path, AfterValidator(check_place)]

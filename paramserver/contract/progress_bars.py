@@ -1,4 +1,4 @@
-"""Progress bars that count bytes, in the units of all other texts, where rich has powers of 1000."""
+"""Progress bars that count bytes in binary units, as all texts of this project do; rich uses powers of 1000."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def byte_bars(
     """Show a bar for each name, until the context ends. A name's first call adds its bar.
 
     Args:
-        console: the terminal; standard error by default. Nothing is shown if it is none.
+        console: the terminal; standard error by default. Nothing is shown if the console is not a terminal.
         is_shown: whether to show bars at all.
         is_transient: whether the bars disappear when the context ends.
     """
@@ -51,7 +51,7 @@ def byte_bars(
 
 
 class RateColumn(ProgressColumn):
-    """The bytes in a second, once they are known."""
+    """A column of the progress bar that shows the bytes per second; it is empty until the speed is known."""
 
     def render(self, task: Task) -> Text:
         """Return the text of a task."""

@@ -1,7 +1,7 @@
 """The mark on a call by which the store recognises a repetition of it.
 
-If a connection breaks, a client does not know which of its calls the store has made. It makes them again on the next
-stream of its session, with the same numbers. The store makes each number once.
+If a connection breaks, a client does not know which of its calls the store has made. So the client makes the calls
+again on the next stream of its session, with the same numbers. The store makes the call of each number only once.
 
 A call that was sent on an earlier connection can arrive after its repetition was answered, for example when a link
 comes back and the kernel sends what it still has. So each call also has the number of the stream of its session, and
@@ -15,19 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 KEY = "paramserver-call"
-# The most numbers of answered calls in one mark, because gRPC limits the metadata of a call to some KiB.
+# The most numbers of answered calls that a client puts into the mark of one call. The mark travels in the call's
+# metadata, which gRPC limits to some KiB.
 MOST_ANSWERED = 256
 _MOST_CHARACTERS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMark:
-    """The mark of one call.
+    """The mark of one call, which a client puts into the metadata of the call.
 
     Attributes:
         stream: the number of the session's stream when the call was made.
         number: the call's number in the session.
-        answered: numbers of calls that will not be repeated, because their answers have arrived.
+        answered: numbers of calls whose answers have arrived at the client, so that the store may forget the answers.
     """
 
     stream: int

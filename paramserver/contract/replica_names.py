@@ -17,6 +17,6 @@ def name_replica(job: str, part: int) -> str:
 
 
 def replicated_job(name: str) -> str | None:
-    """Return the job that a replica of this name belongs to; None if the name is no replica's."""
+    """Return the name of the job whose part the replica `name` copies, or None if the name is not one of a replica."""
     match = _FORM.fullmatch(name)
     return None if match is None else match["job"]

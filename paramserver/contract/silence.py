@@ -22,13 +22,13 @@ compares the two with the settings.
 
 from __future__ import annotations
 
-# A client that has heard nothing for the first of these times sends a ping, and takes the connection for broken if
-# there is no answer within the second. The sum is less than the daemon's heartbeat time-out, so that the session is
-# still there.
+# A client that has received no bytes from the daemon for PING_SECONDS sends a ping. If no answer comes within
+# ANSWER_SECONDS, it takes the connection for broken. The sum of the two is less than the daemon's heartbeat time-out,
+# so that the client can still resume its session.
 PING_SECONDS = 5
 ANSWER_SECONDS = 8
 
-# A rank that has answered another one nothing for the first of these times is silent. Each sends a datagram to some
-# others in every beat; see trainer_client/training/ranks/pulse.py.
+# A rank takes another rank for silent if it has had no answer from it for RANK_SECONDS. Once in every BEAT_SECONDS,
+# each rank sends a datagram to some other ranks; see trainer_client/training/ranks/pulse.py.
 RANK_SECONDS: float = 20
 BEAT_SECONDS = 0.5

@@ -35,7 +35,7 @@ def _is_size(text: str) -> bool:
     return found is not None and (found[1].lower() or "b") in ByteSize.byte_sizes
 
 
-# The type of a key whose value is a size. A default is a plain ByteSize.
+# The type of a configuration key whose value is a number of bytes. The default of such a key is a plain ByteSize.
 Size = Annotated[ByteSize, BeforeValidator(_check_whole)]
 
 

@@ -17,10 +17,11 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-# The size of sun_path without the zero byte that ends the path.
+# The most bytes of a socket's path in the kernel: the size of sun_path without the zero byte that ends the path.
 _MAX_PATH_BYTES = 107
 _DESCRIPTORS = "/proc/self/fd"
-# The bytes of sun_path that remain for the socket's name if the number of the descriptor has the most digits.
+# The most bytes of a socket's name if its directory's path is long. The socket is then reached at /proc/self/fd/N/NAME,
+# where N is a descriptor of the directory, and this many bytes remain for NAME if N has the most digits.
 MAX_NAME_BYTES = _MAX_PATH_BYTES - len(f"{_DESCRIPTORS}/{(1 << 31) - 1}/")
 
 _descriptors: dict[str, int] = {}
@@ -67,28 +68,32 @@ def grpc_target(path: Path) -> str:
 
 
 def with_real_paths(text: str) -> str:
-    """Return gRPC's error message with the real directories in place of paths like /proc/self/fd/N."""
+    """Return an error message of gRPC in which each path like /proc/self/fd/N is replaced by its real directory."""
     directories = {number: directory for directory, number in _descriptors.items()}
     return re.sub(rf"{_DESCRIPTORS}/(\d+)(?=/)", lambda found: directories.get(int(found[1]), found[0]), text)
 
 
 def _descriptor_of(directory: str) -> int:
-    """Return the descriptor of a directory; see [Note: descriptors stay open]."""
+    """Return a descriptor of the directory that has this path now, the same one at each call.
+
+    The descriptor stays open until the process ends; see [Note: descriptors stay open].
+    """
     opened = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     known = _descriptors.get(directory)
     if known is not None and _is_same(known, opened):
         os.close(opened)
         return known
-    # This is the first use of the directory, or the path has a new directory since the last use.
+    # No descriptor is stored for the path of this directory, or the stored one is of another directory that had the
+    # path before. So the new descriptor is stored. The former one stays open; see [Note: descriptors stay open].
     _descriptors[directory] = opened
     return opened
 
 
 def _is_same(known: int, opened: int) -> bool:
-    """Return whether two descriptors are of the same directory."""
+    """Return whether two descriptors refer to the same directory; False if `known` was closed meanwhile."""
     try:
         return os.path.samestat(os.fstat(known), os.fstat(opened))
     except OSError:
-        # `known` is closed. A program may do that when it becomes a background process, because it then closes all
-        # descriptors that it finds open. So the two are not the same.
+        # `fstat` failed because the descriptor `known` is closed. A program that becomes a background process may close
+        # all its descriptors, these included. So the caller takes the new descriptor.
         return False

@@ -16,26 +16,29 @@ class StoreNeed:
     The bytes of slabs are rounded up to whole pages.
 
     Attributes:
-        home_bytes: host memory for slabs that are placed there.
-        gradient_bytes: host memory for gradients: for all of a step that are placed there, if they fit into the host
-            budget, and for the largest ones that the ranks can have at once without parking them.
+        home_bytes: host memory for the slabs that are placed in host memory.
+        gradient_bytes: host memory for gradients. If all gradients of a step that are placed in host memory fit into
+            the host budget, it is the room for these, and for the largest others that the ranks can have at once. If
+            not, it is the room for the largest gradients that the ranks can have at once without parking them.
         placed_gradient_bytes: bytes of the gradients that are placed on NVMe.
-        spilled_gradient_bytes: bytes on NVMe for gradients: for those that are placed there, or for all if the others
-            do not fit into the host budget.
+        spilled_gradient_bytes: bytes on NVMe for gradients: for those that are placed on NVMe, or for all gradients if
+            the others do not fit into the host budget.
         boundary_bytes: bytes of the boundaries of activation checkpoints that the store has at once, after a forward.
-        boundary_host_bytes: host memory that these take: all, or what the rest of a step leaves them.
-        spilled_boundary_bytes: bytes of them that are written to NVMe, because they find no room in host memory.
-        units_bytes: host memory for the units that ranks have leased at once and that are placed elsewhere.
+        boundary_host_bytes: host memory that these boundaries take: for all of them, or what the rest of a step leaves.
+        spilled_boundary_bytes: bytes of the boundaries that are written to NVMe, because host memory has no room.
+        units_bytes: host memory for the units that ranks have leased at once and that are not placed in host memory.
         units: number of these units.
         buffer_bytes: host memory for the optimizer's buffers, which depends on the host budget that the caller gave.
         header_bytes: host memory for the arena's header.
-        passing_bytes: parameters that are placed elsewhere and pass through host memory.
-        least_host_budget: the smallest host budget with which the daemon admits the job, and a boundary of each rank.
+        passing_bytes: bytes of the parameters that are not placed in host memory, and only pass through it.
+        least_host_budget: the smallest host budget with which the daemon admits the job and has room for a boundary of
+            each rank.
         ample_host_budget: the smallest host budget with which all gradients that are placed in host memory stay there.
         version_bytes: bytes of one version of all slabs.
         written_bytes: bytes of the slabs whose every version goes to NVMe.
-        updated_bytes: bytes of those of them that an update replaces: the slabs of groups that have a gradient.
-        volatile_bytes: bytes of the other slabs of these groups, which are only in host memory between two snapshots.
+        updated_bytes: the part of `written_bytes` that an update replaces: the slabs of groups that have a gradient.
+        volatile_bytes: bytes of those slabs of groups with a gradient that are not written at every version. Between
+            two snapshots they are only in host memory.
         nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job, for spilled gradients, and for
             boundaries if some are spilled.
     """
@@ -62,7 +65,7 @@ class StoreNeed:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that cannot be evicted at the worst moment of a step, but for boundaries."""
+        """The most bytes of host memory, without boundaries, that the store cannot evict at some moment of a step."""
         return self.home_bytes + self.gradient_bytes + self.units_bytes + self.buffer_bytes + self.header_bytes
 
 

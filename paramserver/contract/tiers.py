@@ -17,5 +17,5 @@ TIERS: Mapping[str, Tier] = words_of(pb.Tier)
 
 
 def tier_name(tier: Tier) -> str:
-    """Return the word for a tier."""
+    """Return the word for a tier: "gpu", "host" or "nvme"."""
     return word_of(pb.Tier, tier)

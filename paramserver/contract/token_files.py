@@ -1,6 +1,7 @@
 """The form of the files that hold one token each, for trainers, the admin tool and a daemon that borrows memory.
 
-This module must never put what a file holds into a message, because a user may have named a key by mistake.
+This module must never put what a file holds into a message, because a user may have given the path of a private key by
+mistake.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A table of states and verbs, in which a state changes only as the table says.
 
-A module that owns such a state lists the transitions in its docstring, has them here as a table, and gives it the error
-with which a verb is refused. `tests/unit/state_tables.py` compares the two.
+A module that owns such a state has the transitions as a table in its docstring and as a Transitions object, which it
+gives the error with which a verb is refused. `tests/unit/state_tables.py` compares the docstring with the object.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ VerbT = TypeVar("VerbT", bound=enum.Enum)
 
 
 class Transitions(Generic[StateT, VerbT]):
-    """Which state follows which one by which verb."""
+    """A table that says which state follows a given state by a given verb."""
 
     def __init__(
         self, table: Mapping[tuple[VerbT, StateT], StateT], refusal: Callable[[StateT, VerbT], Exception]
     ) -> None:
-        """Take the transitions.
+        """Make the table of a kind of state.
 
         Args:
             table: the state that follows, by verb and state. A pair that it lacks is refused.

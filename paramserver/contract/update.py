@@ -30,18 +30,19 @@ def update_shards(
     Args:
         shards: for each shard its first element in the group, its number of elements and its hyper-parameters. A shard
             whose hyper-parameters are None is not updated.
-        weight: [n] fp32, the group's elements from `start` on; they may be a part of the group.
+        weight: [n] fp32, the group's elements from `start` on; they may be a part of the group. Updated in place.
         gradient: [n] fp32; overwritten.
         states: [n] fp32 each.
         grad_scale: a factor that the gradient is first multiplied by.
-        clip_value: clamps each element of the product to +-`clip_value`; None: the gradient is not clamped.
+        clip_value: clamps each element of the product to +-`clip_value`. None if the gradient is not clamped.
     """
     if grad_scale != 1.0:
         gradient.mul_(grad_scale)
     if clip_value is not None:
         gradient.clamp_(-clip_value, clip_value)
     end = start + weight.numel()
-    # Shards with the same hyper-parameters have the same object here, and are updated in one call.
+    # `shards` has the same object for all shards with equal hyper-parameters. So shards are grouped by the id of that
+    # object, and each group is updated in one call.
     alike: dict[int, tuple[HyperParameters, list[slice]]] = {}
     for offset, numel, row in shards:
         first, last = max(offset, start), min(offset + numel, end)

@@ -1,4 +1,4 @@
-"""The UNIX socket that hands the arena's file descriptor to clients of this node; only this user can open it.
+"""The UNIX socket that hands the arena's file descriptor to clients of this node; only the daemon's user can open it.
 
 The kernel names the user of the connecting process. A process of another user than the daemon's or root gets nothing,
 even if the mode of the socket was changed.
@@ -20,8 +20,8 @@ from paramserver.process.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 
-# The pause after an accept that the kernel refused, for example because the process has no free descriptor. Clients
-# that connect meanwhile wait in the socket's backlog.
+# The daemon's pause after the kernel refused to accept a client of the arena's socket, for example because the process
+# has no free descriptor. Clients that connect meanwhile wait in the socket's backlog.
 RETRY_SECONDS = 0.2
 
 
@@ -36,7 +36,7 @@ class ArenaSocket:
         """
         self._file = SocketFile(path)
         self._fd = fd
-        # The users that were refused, so that the log has one line for each.
+        # The ids of the users whom this socket has refused. A user's first refusal is logged, and later ones are not.
         self._refused: set[int] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -65,7 +65,10 @@ class ArenaSocket:
         await repeat("to hand out the arena", RETRY_SECONDS, self._hand_out)
 
     async def _hand_out(self) -> None:
-        """Serve one client after the other. Raise OSError if the kernel refuses to accept a connection."""
+        """Accept clients one after the other, and send each one the descriptor of the arena.
+
+        Raise OSError if the kernel refuses to accept a connection.
+        """
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
@@ -74,7 +77,8 @@ class ArenaSocket:
                     if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
                         self._refuse(uid)
                         continue
-                    # This cannot block, because the buffer of a new connection has room for one byte.
+                    # `send_fds` does not block the event loop, because the send buffer of a new connection has room for
+                    # one byte.
                     socket.send_fds(connection, [b"a"], [self._fd])
                 except OSError as error:
                     log.warning("a client left before it got the arena: %s", os.strerror(error.errno or 0))

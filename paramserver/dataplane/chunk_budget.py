@@ -34,21 +34,25 @@ _TICK_SECONDS = STALLED_SECONDS / 2
 # STALLED_SECONDS.
 FIRST_CHUNK_BYTES = 16 << 10
 _GROWTH = 8
-# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget. The size of the half is taken without the bytes
-# that gRPC still holds for transfers that have ended.
+# A chunk takes at most 1 / _LARGEST_SHARE of the half of the budget that its transfer uses. For this rule, the bytes
+# that gRPC still holds for ended transfers are subtracted from the half.
 _LARGEST_SHARE = 32
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One Read or Write under way. `ended` gets an exception when the transfer must stop; its handler awaits that."""
+    """One stream of Read, Write or AccessLoan under way, with the bytes of the budget that it holds.
+
+    `ended` gets an exception when the transfer must stop, so the stream's handler awaits it.
+    """
 
     session_id: str
     job: str
     urgency: Urgency
     ended: asyncio.Future[None]
     moved_at: float
-    # True once the client has granted further credit (Read) or sent a chunk (Write).
+    # True once the client has granted further credit (Read) or sent a chunk (Write). From then on a Write gets more
+    # credit than its first chunk, and the chunks of the transfer may grow.
     is_proven: bool = False
     chunk_bytes: int = FIRST_CHUNK_BYTES
     held_bytes: int = 0
@@ -68,11 +72,14 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Half:
-    """One half of the budget; `holders` are sorted by their last movement, the longest stalled one first."""
+    """The half of the budget for new transfers, or the half for transfers that have moved bytes.
+
+    Its `holders` are the transfers that hold bytes of it, the one that has not moved for longest first.
+    """
 
     limit_bytes: int
     used_bytes: int = 0
-    # The part of `used_bytes` that gRPC still holds of transfers that were ended.
+    # The part of `used_bytes` that belongs to ended transfers. gRPC still holds these bytes, so they cannot be granted.
     pinned_bytes: int = 0
     holders: dict[Transfer, None] = field(default_factory=dict)
     queues: tuple[FairQueue[_Waiter], ...] = field(default_factory=lambda: tuple(FairQueue() for _ in Urgency))
@@ -84,7 +91,10 @@ class _Half:
 
 
 class ChunkBudget:
-    """The budget that the transfers under way in the daemon share."""
+    """The byte budget that all transfers under way in the daemon share.
+
+    The handlers of Read, Write and AccessLoan reserve room for each chunk here, and wait while there is none.
+    """
 
     def __init__(
         self, budget_bytes: int, *, stall_seconds: float, weight_of: Callable[[str], float] = lambda _: 1.0
@@ -92,9 +102,12 @@ class ChunkBudget:
         """Make a budget that no transfer uses yet.
 
         Args:
-            budget_bytes: the size of both halves together; the configuration's key `stream_budget`.
-            stall_seconds: the stall time-out; the configuration's key `stream_stall_seconds`.
-            weight_of: returns the weight of a job, by which waiting transfers of different jobs share the budget.
+            budget_bytes: the size of the whole budget, half of it for transfers that have not yet shown that they move
+                bytes, and half for those that have; the configuration's key `stream_budget`.
+            stall_seconds: a transfer that moves no byte for so long is ended; the configuration's key
+                `stream_stall_seconds`.
+            weight_of: returns the weight of a job. Among waiting transfers, a job with twice the weight gets room for
+                twice the bytes.
         """
         self.budget_bytes = budget_bytes
         self._stall_seconds = stall_seconds
@@ -152,8 +165,8 @@ class ChunkBudget:
                 queue.remove(waiter)
                 half.waiting_bytes -= nbytes
                 self._serve(half)
-            # If the waiter has left the queue, room was granted just before the cancellation. `open` releases it when
-            # the transfer ends.
+            # If the waiting transfer is not in the queue any more, it got its room shortly before this cancellation.
+            # That room is released at the end of the transfer's block `open`.
             raise
 
     def try_reserve(self, transfer: Transfer, nbytes: int) -> bool:
@@ -168,7 +181,7 @@ class ChunkBudget:
         return True
 
     def can_fit(self, transfer: Transfer, nbytes: int) -> bool:
-        """Return whether there is room for `nbytes` once all transfers that have not ended give up theirs."""
+        """Return whether there is room for `nbytes` once all transfers that have not ended give up their bytes."""
         half = self._half(transfer)
         return nbytes <= half.limit_bytes - half.pinned_bytes
 
@@ -203,7 +216,7 @@ class ChunkBudget:
             self._release(transfer, nbytes)
 
     def _half(self, transfer: Transfer) -> _Half:
-        """Return the half of the budget for the next reservation; a transfer that holds bytes stays in its half."""
+        """Return the half in which the transfer reserves its next bytes: the present one while it holds bytes."""
         moves = transfer.chunk_bytes > FIRST_CHUNK_BYTES
         return self._half_of.get(transfer) or (self._proven if moves else self._unproven)
 
@@ -241,7 +254,8 @@ class ChunkBudget:
                 self._take(half, waiter.transfer, waiter.nbytes)
                 waiter.granted.set_result(None)
 
-    # These methods end stalled transfers.
+    # The following methods end transfers whose clients have not moved bytes for a while, so that waiting ones get their
+    # room.
 
     def _keep_ticking(self) -> None:
         if self._tick is None:

@@ -26,13 +26,14 @@ from storage.base.errors import DataLossError, InvalidRequestError, NotFoundErro
 from storage.base.waiting import unlogged
 from storage.tiers.lent import LentMemory, Loan
 
-# The time in which a borrower must send its request, or the id of its loan, after it has opened a stream.
+# The time that a lender gives a borrower, after it has opened a stream, to send its request or the id of its loan.
 REQUEST_SECONDS = 10.0
-# The token of a loan is checked again after this time, so that a token that was withdrawn ends its loans.
+# A lender checks the token of each loan's borrower at this interval, so that the loan ends if the token was withdrawn.
 CHECK_SECONDS = 1.0
-# A borrower has one stream for reads and one for what it keeps.
+# For each loan, a borrower has one stream by which it reads bytes back, and one by which it sends bytes to be kept.
 MAX_STREAMS_OF_A_LOAN = 2
-# While a chunk is sent it is in memory twice: the daemon's bytes and gRPC's copy.
+# A chunk that is being sent counts twice in the chunk budget, because the daemon's bytes and gRPC's copy are both in
+# memory.
 _COPIES_SENT = 2
 _KEPT = pb.AccessLoanResponse(kept=pb.AccessLoanResponse.Kept()).SerializeToString()
 _GONE = pb.AccessLoanResponse(gone=pb.AccessLoanResponse.Gone()).SerializeToString()
@@ -51,13 +52,13 @@ class _Borrower:
 
     @property
     def identity(self) -> str:
-        """Both names, for operators and for the limit of one borrower."""
+        """The names of the principal and the certificate, for operators and for the limit on one borrower's loans."""
         return f"{self.principal.name} {self.certificate}".strip()
 
 
 @dataclass(slots=True, eq=False)
 class _Granted:
-    """A loan with its owner and the streams that use it."""
+    """A loan, the borrower that owns it, and the AccessLoan streams by which the borrower uses it."""
 
     loan: Loan
     owner: _Borrower
@@ -65,10 +66,13 @@ class _Granted:
 
 
 class Lending:
-    """The handlers of BorrowMemory and AccessLoan."""
+    """The handlers of the RPCs BorrowMemory and AccessLoan, by which other daemons borrow host memory of this one."""
 
     def __init__(self, lent: LentMemory, chunk_budget: ChunkBudget, gate: Gate, check_open: Callable[[], None]) -> None:
-        """Serve the loans of `lent`. `check_open` raises if the daemon is being drained."""
+        """Make the handlers for a daemon that lends the memory `lent`.
+
+        `check_open` raises UnavailableError if the daemon is being drained, so that it gives no new loan.
+        """
         self._lent = lent
         self._chunk_budget = chunk_budget
         self._gate = gate
@@ -83,7 +87,7 @@ class Lending:
 
         Raises:
             StorageError: the loan is refused, or the daemon ends it.
-            RefusedError: the token does not allow it any more.
+            RefusedError: the borrower's token does not allow the loan any more.
         """
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -117,7 +121,7 @@ class Lending:
 
         Raises:
             StorageError: the daemon is shutting down, or the borrower has sent a second message.
-            RefusedError: the token does not allow the loan any more.
+            RefusedError: the borrower's token does not allow the loan any more.
         """
         loan, told = granted.loan, -1
         while not listening.done():
@@ -156,8 +160,8 @@ class Lending:
         with self._chunk_budget.open(request.open.loan_id, "", Urgency.PREFETCH) as transfer:
             granted.transfers.add(transfer)
             try:
-                # Otherwise gRPC sends the initial metadata with the first answer, and a borrower could not tell whether
-                # the stream is open.
+                # The stream's initial metadata are sent now, because they show the borrower that the stream is open. By
+                # default, gRPC would send them only with the first answer.
                 await context.send_initial_metadata(())
                 await run_transfer(transfer, self._answer_all(granted.loan, transfer, context))
             finally:
@@ -178,13 +182,17 @@ class Lending:
                     raise InvalidRequestError("after the first message of AccessLoan: a chunk, read or discard")
 
     async def _send(self, loan: Loan, transfer: Transfer, span: pb.AccessLoanRequest.Span, context: RawContext) -> None:
-        """Answer a read. The room for the chunk is reserved before the bytes are copied out of the loan."""
+        """Send the bytes of a range of the loan, or answer that the loan does not have them.
+
+        Room for the chunk is reserved in the budget before the bytes are copied out of the loan.
+        """
         if not 0 < span.size_bytes <= MAX_CHUNK_BYTES:
             raise InvalidRequestError(f"a read of {span.size_bytes} bytes: allowed are 1 to {MAX_CHUNK_BYTES}")
         nbytes = span.size_bytes * _COPIES_SENT
         if not self._chunk_budget.can_fit(transfer, nbytes):
-            # The read would wait until the calls of clients that do not read are over, and other transfers behind it.
-            # The borrower has the bytes elsewhere, too.
+            # The chunk budget has no room for this chunk until calls of clients that do not read are over. If the
+            # borrower's read waited for room, other transfers would wait behind it. The borrower has the same bytes on
+            # NVMe, so the lender answers that its own copy is gone.
             await write_message(context, _GONE)
             return
         await self._chunk_budget.reserve(transfer, nbytes)

@@ -1,4 +1,4 @@
-"""What the protocols on raw messages have in common: one message in, one out, and a transfer that can be ended."""
+"""Functions for Read, Write and AccessLoan: send one message, receive one, run a transfer that can be ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ async def write_message(context: RawContext, message: bytes | Message) -> None:
     try:
         await context.write(message if isinstance(message, bytes) else message.SerializeToString())
     except grpc.aio.InternalError as gone:
-        # The client has gone, and gRPC is about to cancel this call. Cancelling here ends it the same way.
+        # The write failed because the client has gone. gRPC is about to cancel this call, and raising CancelledError
+        # here ends the call in the same way.
         raise asyncio.CancelledError from gone
 
 

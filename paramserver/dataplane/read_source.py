@@ -49,7 +49,7 @@ class ReadSource(Protocol):
 
 
 async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.Open) -> ReadSource:
-    """Return the source that a Read request names.
+    """Return the object that gives the bytes which a Read request names: those of a lease, or of a reader's tensor.
 
     Raises:
         InvalidRequestError: the request names no source, or a range that no tensor can have.
@@ -95,7 +95,8 @@ class _RangeSource:
     size_bytes: int
     version: int
     dtype: DType
-    # A function that is called as read(first_element, element_count), and yields the bytes of these elements.
+    # A function that is called as read(first_element, element_count), and yields the bytes of these elements of the
+    # range.
     read: Callable[[int, int], AsyncGenerator[bytes, None]]
     # A function that raises ConflictError if any slab of the range has a newer version than when the source was opened.
     check: Callable[[], None]
@@ -174,6 +175,6 @@ async def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kin
         version=reader.step,
         dtype=dtype,
         read=lambda first, count: reader.read(range_.fqn, kind, range_.offset + first, count),
-        # Nothing is checked, because the step that a reader holds does not change.
+        # A reader's step does not change while the reader is open, so no check for newer versions is needed.
         check=lambda: None,
     )

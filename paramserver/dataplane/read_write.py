@@ -2,7 +2,7 @@
 
 Both work on raw messages (see paramserver.contract.chunks), so they are registered in place of the handlers that protoc
 generates. A lease can end while its stream runs, so it is checked after every `await`, before its memory is touched.
-read_source.py provides the bytes, and chunk_budget.py limits how many each transfer may have under way.
+read_source.py provides the bytes, and chunk_budget.py limits how many bytes each transfer may have under way.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from paramserver.vocabulary import DTYPE_TO_WIRE
 from storage.base.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 from storage.engine import Engine
 
-# A function that returns the session with an id. It raises if the caller is not allowed to use that session.
+# A function that takes a session's id and returns the session. It raises if the caller may not use that session.
 FindSession = Callable[[str], Session]
 
-# While a chunk is sent it is in memory twice: the daemon's bytes and gRPC's copy.
+# A chunk that is being sent counts twice in the chunk budget, because the daemon's bytes and gRPC's copy are both in
+# memory.
 _COPIES_SENT = 2
 
 
 class ReadWrite:
-    """The handlers of Read and Write. `window_bytes` is the maximum credit of one writer."""
+    """The handlers of the RPCs Read and Write. A writer may have at most `window_bytes` of credit at a time."""
 
     def __init__(self, engine: Engine, chunk_budget: ChunkBudget, window_bytes: int) -> None:
         self._engine = engine
@@ -62,16 +63,16 @@ class ReadWrite:
         header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=dtype)
         credit = _Credit(opened.credit_bytes)
         with self._chunk_budget.open(session.session_id, source.job, urgency) as transfer:
-            # The session may have ended while the source was opened. At that moment its end could not end this transfer
-            # yet, so this look-up is repeated, and raises.
+            # The session may have ended while the source of this read was opened. A session's end ends only transfers
+            # that are open, so it would miss this one. The session is looked up again, which raises if it has ended.
             find_session(opened.session_id)
             await write_message(context, pb.ReadResponse(header=header))
             sending = self._send(transfer, source, opened.first_byte, credit, context)
             try:
                 await run_transfer(transfer, sending, _take_credits(transfer, credit, context))
             except StorageError as error:
-                # If the client does not read, the status waits in gRPC behind the last chunk. gRPC's copy of that chunk
-                # stays counted until the status is sent.
+                # If the client does not read, the status of the failed call waits in gRPC behind the last chunk. So the
+                # room of gRPC's copy of that chunk stays taken in the chunk budget until the status is sent.
                 with self._chunk_budget.pinned(transfer, transfer.held_bytes // _COPIES_SENT):
                     await answer(context, error)
 
@@ -104,8 +105,9 @@ class ReadWrite:
         end = header.first_byte + header.size_bytes
         if end > lease.nbytes:
             raise InvalidRequestError(f"bytes [{header.first_byte}, {end}) leave the lease of {lease.nbytes} bytes")
-        # The initial metadata are sent on their own. Otherwise gRPC sends them with the first credit, and if that write
-        # is cancelled half-way, again with the status, which gRPC's core refuses.
+        # The initial metadata of a Write stream are sent on their own, because gRPC would send them with the first
+        # credit. If the write of that credit were cancelled half-way, gRPC would send the metadata again with the
+        # status, which gRPC's core refuses.
         await context.send_initial_metadata(())
         find_session(header.session_id)
         with self._chunk_budget.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
@@ -163,7 +165,7 @@ class _Credit:
         self._changed.set()
 
     def close(self) -> None:
-        """Note that the client will grant no more credit."""
+        """End the waits for credit, because the client has closed its side and will grant no more."""
         self._no_more = True
         self._changed.set()
 
@@ -171,7 +173,7 @@ class _Credit:
         """Wait until there is credit.
 
         Raises:
-            InvalidRequestError: there is none, and the client will grant no more.
+            InvalidRequestError: there is no credit, and the client will grant no more.
         """
         while not self._nbytes:
             if self._no_more:

@@ -32,17 +32,17 @@ _NOTHING = _Readings(tiers=admin_pb.GetTiersResponse(), sessions=(), lost_sessio
 
 
 class StoreCollector(Collector):
-    """The metrics of one store, read anew for each scrape."""
+    """The object that the registry of prometheus_client asks for the metrics of the store at each scrape."""
 
     def __init__(self, view: StoreView, loop: asyncio.AbstractEventLoop, version: str, most_jobs: int) -> None:
         """Make a collector.
 
         Args:
             view: the store's readings.
-            loop: the event loop on which they may be taken.
+            loop: the event loop on which the readings may be taken.
             version: the daemon's version.
             most_jobs: the number of jobs that have metrics of their own: those with sessions first, then those with the
-                newest commits. It bounds the number of time series.
+                newest commits. The limit bounds the number of time series.
         """
         self._view = view
         self._loop = loop
@@ -52,8 +52,8 @@ class StoreCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Yield all metrics, without a reading, because no reading can be taken when the collector is registered.
 
-        The registry takes their names from these. It asks a collector without names for nothing if a scrape names the
-        metrics that it wants.
+        The registry takes the names of the metrics from what this yields. Without these names, the registry would leave
+        this collector out of each scrape that asks for metrics by name.
         """
         return self._families(_NOTHING)
 

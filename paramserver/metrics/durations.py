@@ -1,6 +1,6 @@
 """Histograms of the durations of the daemon's work: its RPCs, and the operations that the engine traces.
 
-They are updated while the daemon works, on any thread. This module owns their counts.
+The histograms are updated while the daemon works, on any thread. This module owns their counts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from paramserver.metrics.families import PREFIX
 from storage.base.tracing import Activity, Span
 
-# The upper limits of the histograms' buckets, in seconds: from a lease that is granted from host memory (some 0.3 ms)
-# to a wait for room in it (60 s, the default of admission_timeout_seconds).
+# The upper limits of the histograms' buckets, in seconds. The shortest durations are leases that the store grants from
+# host memory (some 0.3 ms), and the longest are waits for room in host memory (60 s, the default of
+# admission_timeout_seconds).
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Durations:
-    """The histograms of one daemon."""
+    """The histograms and counters of the daemon's calls and operations, which `note_call` and `note_span` update."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._rpcs = Histogram(
@@ -43,14 +44,15 @@ class Durations:
         self._moved = Counter(
             f"{PREFIX}operation_bytes", "Bytes moved by the engine's operations.", ("operation",), registry=registry
         )
-        # The label values exist from the beginning, so that a rate is known from the first operation on.
+        # The time series of all activities are made at the start and not at the first operation of each, so that
+        # Prometheus sees them at 0 and can compute rates that include the first operation.
         self._of_activity = {
             activity: (self._activities.labels(_word(activity)), self._moved.labels(_word(activity)))
             for activity in Activity
         }
 
     def note_call(self, method: str, code: grpc.StatusCode, seconds: float, is_stream: bool) -> None:
-        """Count an ended call."""
+        """Count an ended call by method and status code. The duration is added only if the call has one answer."""
         if is_stream:
             self._streams.labels(method, code.name).inc()
         else:

@@ -34,23 +34,25 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 PAGE_PATH = "/"
 DATA_PATH = "/data.json"
-# The most answers with figures that are made at once. Only callers who may see the figures wait for their turn.
+# The most answers with figures that the HTTP endpoint makes at the same time. A caller waits for its turn only after it
+# has shown that it may see the figures, so strangers take no turns.
 MOST_ANSWERS = 8
-# The most bytes of a request, which is a GET with some headers. Browsers send less than 2 kB, Prometheus 300 bytes.
+# The most bytes of an HTTP request's first line and headers. Browsers send less than 2 kB, Prometheus 300 bytes.
 _MOST_REQUEST_BYTES = 16 << 10
-# The most digits of a sample's number in a request. A daemon that takes a sample every two seconds never reaches a
-# longer number.
+# The most digits that a request may have in the number of a sample. A daemon takes a sample every two seconds, so it
+# never reaches a longer number.
 _MOST_DIGITS = 18
-# A tuple, because the HTTP server adds headers to the list that it gets; each answer makes a list of its own from it.
+# The headers of an answer in plain text. Each answer makes a list of this tuple, because the HTTP server adds headers
+# to the list that it gets.
 _PLAIN = (("Content-Type", "text/plain; charset=utf-8"),)
-# The pause after an accept that the kernel refused.
+# The HTTP endpoint's pause after the kernel refused to accept a connection, so that it does not try again at once.
 _RETRY_SECONDS = 0.2
-# The key of the visitor in the environment of a request.
+# The key under which a request's WSGI environment has the HttpVisitor that sent the request.
 _VISITOR = "paramserver.visitor"
 
 
 class _Handler(WSGIRequestHandler):
-    """The answer to one request. A connection has no second one."""
+    """The handler of one connection, which reads one request, answers it and ends."""
 
     def __init__(self, visitor: HttpVisitor, client_address: Any, server: _Server) -> None:
         self._visitor = visitor
@@ -58,7 +60,8 @@ class _Handler(WSGIRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # The library would take up to 100 headers of 64 KiB from each stranger, so it gets a request of limited size.
+        # Python's HTTP server would read up to 100 headers of 64 KiB from each stranger. So it gets a file with the
+        # request that `_request_of` has read, which has at most _MOST_REQUEST_BYTES.
         self.rfile.close()
         self.rfile = io.BytesIO(_request_of(self._visitor.connection))
 
@@ -66,8 +69,8 @@ class _Handler(WSGIRequestHandler):
         return {**super().get_environ(), _VISITOR: self._visitor}
 
     def get_stderr(self) -> Any:
-        # The library writes a stack when a client leaves in the middle of its answer. A fault of the daemon is logged
-        # where it happens.
+        # Python's HTTP server writes a stack trace here when a client leaves in the middle of its answer. The trace is
+        # dropped, because the daemon's own faults are logged where they occur.
         return io.StringIO()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -75,7 +78,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _request_of(connection: socket.socket) -> bytes:
-    """Return the request's line and headers. Raise OSError if they do not come, or are larger than allowed."""
+    """Return the request line and the headers of an HTTP request. Raise OSError if they are cut off or too large."""
     request = b""
     while b"\r\n\r\n" not in request:
         received = connection.recv(_MOST_REQUEST_BYTES - len(request))
@@ -86,7 +89,7 @@ def _request_of(connection: socket.socket) -> bytes:
 
 
 class _Server(WSGIServer):
-    # The kernel's queue of connections that wait for a place among the visitors.
+    # The most connections that wait in the kernel's queue while the endpoint has MOST_VISITORS open ones.
     request_queue_size = 8 * MOST_VISITORS
 
     def __init__(self, host: str, port: int, wrap: Callable[[socket.socket], socket.socket]) -> None:
@@ -99,7 +102,8 @@ class _Server(WSGIServer):
         # The kernel keeps ended connections for a minute. Without this option, a daemon that is started again could not
         # listen on its address during that minute.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # WSGIServer would look the host's name up in DNS, which may take seconds.
+        # The socket is bound here and not in WSGIServer, which would look the host's name up in DNS. That may take
+        # seconds.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -110,7 +114,8 @@ class _Server(WSGIServer):
             return super().get_request()
         except OSError:
             # The kernel refuses to accept a connection, for example because the process has no free descriptor. The
-            # connection waits in the kernel's queue, so the caller would try again without a pause.
+            # connection stays in the kernel's queue, so the server's loop would call accept again at once without this
+            # pause.
             time.sleep(_RETRY_SECONDS)
             raise
 
@@ -123,7 +128,8 @@ class _Server(WSGIServer):
         try:
             serving.start()
         except RuntimeError:
-            # The operating system refused to start the thread. The caller closes the connection.
+            # The operating system refused to start the visitor's thread. The error is raised again, so that the HTTP
+            # server closes the connection.
             self.visitors.leave(visitor)
             raise
 
@@ -138,10 +144,10 @@ class _Server(WSGIServer):
             self.shutdown_request(visitor.connection)
 
     def _shake_hands(self, visitor: HttpVisitor) -> bool:
-        """Return whether a visitor may go on, after TLS where there is TLS.
+        """Make the TLS handshake if the endpoint uses TLS. Return whether the visitor's request may be read now.
 
-        This is done on the visitor's thread, so that a client that never answers holds up this thread alone. It raises
-        OSError if the client leaves.
+        The handshake is made on the visitor's thread, so that a client that never answers holds up this thread alone.
+        This raises OSError if the client leaves.
         """
         visitor.go_on_with(self._wrap(visitor.connection))
         if isinstance(visitor.connection, ssl.SSLSocket):
@@ -170,17 +176,18 @@ class MetricsEndpoint:
         page: PageData | None,
         names: Collection[str] = (),
     ) -> None:
-        """Listen, and serve from now on.
+        """Listen at an address, and answer requests from now on, on threads of this object.
 
         Args:
-            address: `HOST:PORT`; port 0: a free one.
+            address: `HOST:PORT`. With port 0 the kernel chooses a free port.
             registry: the metrics.
             gate: checks that the caller has an admin's token. Without tokens, every client that can connect sees the
                 figures.
-            certificates: for mutual TLS; None: plain HTTP.
-            page: the figures of the page; None: there is no page.
-            names: the names of hosts under which it answers, besides those of loopback. Without any, it answers under
-                no others where it listens on loopback without TLS, and elsewhere under every name.
+            certificates: the files for mutual TLS, or None if the endpoint serves plain HTTP.
+            page: the figures of the page, or None if the endpoint serves no page.
+            names: the names of hosts under which the endpoint answers, besides those of loopback. If there are none, it
+                answers under every name; but where it listens on loopback without TLS, it answers only under the names
+                of loopback.
 
         Raises:
             StartError: the address cannot be listened on.
@@ -196,7 +203,8 @@ class MetricsEndpoint:
         self._gate = gate
         self._page = page
         # A program on another machine cannot connect to loopback. A web site in a browser of this machine can, under
-        # its own name, once it has let that name lead to a loopback address.
+        # its own name, once it has let that name lead to a loopback address. So a request on loopback must have a known
+        # name.
         self._asks_for_name = bool(names) or (certificates is None and is_loopback(address))
         self._names = {name.lower() for name in names}
         self._answers = threading.BoundedSemaphore(MOST_ANSWERS)
@@ -257,7 +265,10 @@ class MetricsEndpoint:
         environ: WSGIEnvironment,
         start_response: StartResponse,
     ) -> Iterable[bytes]:
-        """Answer with figures of the daemon, if the caller may see them and the event loop gives them."""
+        """Call `answer` for a request that asks for figures, if the request has an admin's token.
+
+        Answer with an error if it has none, or if the event loop does not give the figures in time.
+        """
         visitor: HttpVisitor = environ[_VISITOR]
         try:
             check_admin(self._gate.principal_of(environ.get("HTTP_AUTHORIZATION")))

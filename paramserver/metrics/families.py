@@ -23,14 +23,14 @@ ReadingT = TypeVar("ReadingT")
 
 @dataclass(frozen=True, slots=True)
 class Figure(Generic[ReadingT]):
-    """One metric of one kind of reading.
+    """A metric, and how its value is taken from a message of StoreAdmin (a reading), for example from TierInfo.
 
     Attributes:
         name: the metric's name without the prefix and without `_total`.
         meaning: one sentence for people, with the unit if the name has none.
-        value: returns the value in a reading; None: this reading has none.
-        is_counter: the value only grows, and begins at 0 with the daemon.
-        tiers: for figures of tiers, the tiers that have the figure; empty: all tiers.
+        value: returns the value of the metric in a reading, or None if this reading has no value for it.
+        is_counter: whether the value only grows, and begins at 0 when the daemon starts.
+        tiers: for metrics of tiers, the tiers that have the metric. If it is empty, all tiers have it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Figure(Generic[ReadingT]):
         return f"{PREFIX}{self.name}{'_total' if self.is_counter else ''}"
 
     def family(self, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], ReadingT]]) -> Metric:
-        """Return the metric with a value for each row of label values and reading."""
+        """Return the metric with one value for each row, which has the label values and the reading."""
         kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
         family = kind(PREFIX + self.name, self.meaning, labels=labels)
         for values, reading in rows:
@@ -285,7 +285,7 @@ def tier_families(tiers: Sequence[admin_pb.TierInfo]) -> Iterable[Metric]:
 
 
 def job_families(jobs: Sequence[admin_pb.JobInfo]) -> Iterable[Metric]:
-    """Yield the metrics of some jobs."""
+    """Yield the metrics of the given jobs, each with the name of the job as its label."""
     for figure in JOBS:
         yield figure.family(("job",), [((job.name,), job) for job in jobs])
     size = GaugeMetricFamily(f"{PREFIX}job_bytes", JOB_BYTES_MEANING, labels=("job", "tier"))
@@ -296,7 +296,8 @@ def job_families(jobs: Sequence[admin_pb.JobInfo]) -> Iterable[Metric]:
 
 
 JOB_BYTES_MEANING = "Bytes of the job on the tier."
-# The collector makes this metric, because no reading of a session is left when it has ended.
+# The name of the counter of lost sessions. The collector makes this metric itself, because a session that has ended has
+# no reading from which the tables above could make it.
 LOST_SESSIONS = f"{PREFIX}sessions_lost"
 LOST_SESSIONS_MEANING = "Sessions that ended because the client was silent, or did not come back after a break."
 

@@ -1,10 +1,11 @@
-"""The open connections of the HTTP endpoint, of which strangers must not keep an operator's out.
+"""The open connections of the HTTP endpoint. The connections of strangers must not keep an operator's connection out.
 
-A visitor is known once it has shown what the endpoint asks for: TLS and a token, where these are configured. Until then
-it costs a thread that waits, and a descriptor, and has KNOWN_WITHIN_SECONDS. If there are MOST_VISITORS, the next one
-takes the place of the oldest stranger of the host with the most connections. Each visitor keeps its place for
-LEAST_SECONDS, which an honest one needs to be known even on a busy machine; connections that arrive meanwhile wait in
-the kernel's queue, in their order. So a flood neither keeps an operator out nor makes the daemon work without a pause.
+A visitor is known once it has shown what the endpoint asks for: TLS and a token, where these are configured. A visitor
+that is not known takes a descriptor and a thread that waits, and is ended after KNOWN_WITHIN_SECONDS. If there are
+MOST_VISITORS, the next one takes the place of the oldest stranger of the host with the most connections. Each visitor
+keeps its place for LEAST_SECONDS, in which an honest one becomes known even on a busy machine. Connections that arrive
+meanwhile wait in the kernel's queue, in their order. So a flood neither keeps an operator out nor makes the daemon work
+without a pause.
 
 This module owns the decision which connection ends. It must never log more than one line in LOG_SECONDS.
 """
@@ -20,20 +21,23 @@ from collections import Counter
 
 log = logging.getLogger(__name__)
 
-# The threads and descriptors that all visitors together can take. 64 hostile clients were seen to take 3 to 7 MB.
+# The most HTTP connections that are open at once, each with a thread and a descriptor. 64 hostile clients were seen to
+# take 3 to 7 MB of memory.
 MOST_VISITORS = 128
 LEAST_SECONDS = 1.0
-# The time from the acceptance of a connection until its visitor must be known, however slowly the client goes on.
+# The seconds after its acceptance within which an HTTP connection must have shown the certificate and the token that
+# are needed. A connection that is slower is ended.
 KNOWN_WITHIN_SECONDS = 10.0
-# The time from the acceptance of a connection until its answer must have been taken.
+# The seconds after its acceptance within which the client of an HTTP connection must have received the whole answer. A
+# connection that is slower is ended.
 ANSWERED_WITHIN_SECONDS = 60.0
 LOG_SECONDS = 10.0
-# The pause between two looks for a place while all are taken.
+# If MOST_VISITORS connections are open, a new one waits. This is the pause between two checks whether one has ended.
 _LOOK_SECONDS = 0.1
 
 
 class HttpVisitor:
-    """One connection; its thread calls the methods, and Visitors ends it."""
+    """One connection to the endpoint. The thread that serves it calls the methods, and Visitors ends it."""
 
     def __init__(self, connection: socket.socket, host: str, lock: threading.Condition) -> None:
         self.host = host
@@ -54,7 +58,7 @@ class HttpVisitor:
         return self.began + (ANSWERED_WITHIN_SECONDS if self.is_known else KNOWN_WITHIN_SECONDS)
 
     def go_on_with(self, connection: socket.socket) -> None:
-        """Be served by another socket of the same connection, for TLS.
+        """Go on with another socket of the same connection: the TLS socket that wraps the first one.
 
         Raises:
             ConnectionAbortedError: the connection was ended meanwhile.
@@ -65,25 +69,28 @@ class HttpVisitor:
                 raise ConnectionAbortedError("the connection was ended")
 
     def be_known(self) -> None:
-        """Note that the visitor has shown what the endpoint asks for."""
+        """Mark the visitor as known, because it has shown the TLS certificate and the token that are needed."""
         with self._lock:
             self.is_known = True
 
     def end(self) -> None:
         """End the connection, so that its thread goes on with an error. The caller holds the lock."""
         self.is_ended = True
-        # The client may have ended the connection already, or its thread may be about to replace the socket. The method
-        # of the plain socket is called, because that of a TLS socket would have the thread go on without TLS.
+        # `shutdown` fails if the client has ended the connection already, so OSError is ignored. The method of the
+        # plain socket is called, because that of a TLS socket would let the connection's thread go on without TLS.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
 
 class Visitors:
-    """All connections that are open now. The thread that accepts connections calls `admit`, `look` and `turn_away`."""
+    """All connections to the endpoint that are open now. It ends those that take too long or are too many.
+
+    The thread that accepts connections calls `admit` and `look`.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # The connections, oldest first.
+        # The open connections, oldest first.
         self._here: list[HttpVisitor] = []
         self._is_closed = False
         self._refused: Counter[str] = Counter()
@@ -91,7 +98,7 @@ class Visitors:
         self._next_line = 0.0
 
     def admit(self, connection: socket.socket, host: str) -> HttpVisitor:
-        """Return a visitor for a new connection, once there is a place for it."""
+        """Return a visitor for a new connection. If MOST_VISITORS are open, wait until one of them has ended."""
         with self._changed:
             while self._count() >= MOST_VISITORS and not self._is_closed:
                 self.look()
@@ -108,7 +115,7 @@ class Visitors:
             self._changed.notify()
 
     def note_refusal(self, visitor: HttpVisitor, reason: str) -> None:
-        """Count a visitor that was refused, for the log. Any thread may call this."""
+        """Count a visitor whose request was refused; `look` writes the count to the log. Any thread may call this."""
         with self._changed:
             if not visitor.is_ended:
                 self._count_refusal(visitor, reason)
@@ -123,7 +130,7 @@ class Visitors:
             self._tell(now)
 
     def close(self) -> None:
-        """Have `admit` wait no longer."""
+        """Let calls of `admit` return without waiting for another visitor's end, because the endpoint closes."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -132,7 +139,7 @@ class Visitors:
         return sum(not visitor.is_ended for visitor in self._here)
 
     def _make_room(self) -> None:
-        """End the connection that has to give way, if it has had LEAST_SECONDS."""
+        """End the connection that a new one takes the place of, unless it is younger than LEAST_SECONDS."""
         waiting = [visitor for visitor in self._here if not visitor.is_ended]
         connections = Counter(visitor.host for visitor in waiting)
         strangers = [visitor for visitor in waiting if not visitor.is_known]

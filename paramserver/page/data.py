@@ -30,13 +30,13 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.engine import Engine
 
 FORMAT = 1
-# The document is made anew if it is older than this.
+# The page's document is made anew when a browser requests it and the last one is older than this.
 FRESH_SECONDS = 1.0
 MOST_JOBS = 50
 MOST_PROBLEMS = 20
 MOST_SILENT = 10
-# The most events that are shown, and the most events of commits. These have a limit of their own, because a job may
-# commit often.
+# The most events that the page shows, and the most of them that report commits. Commits have a lower limit, because a
+# job that commits often would leave no room for other events.
 MOST_EVENTS = 50
 MOST_COMMIT_EVENTS = 10
 # The page shows a client as silent once this many of its heartbeats have not come.
@@ -46,7 +46,7 @@ Document = dict[str, Any]
 
 
 class PageData:
-    """The figures of one daemon."""
+    """The object that gives the page its figures of one daemon, as a JSON document."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PageData:
         address: str,
         heartbeat_seconds: float,
     ) -> None:
-        """Make the figures of a daemon whose readings are taken on the running event loop.
+        """Make the object for a daemon that runs on the running event loop, on which the figures are read.
 
         Args:
             address: where trainers of this node find the daemon.

@@ -20,16 +20,16 @@ from storage.engine import Engine
 from storage.tiers.contract import Tier
 
 INTERVAL_SECONDS = 2.0
-# The samples of ten minutes, one every two seconds.
+# The number of samples in the page's history: those of the last ten minutes, one every two seconds.
 KEPT_SAMPLES = 300
-# The most devices that have columns of their own.
+# The most storage devices whose rates the page's history has in columns of their own.
 MOST_DEVICES = 16
 
 Number = int | float
 
 
 class History:
-    """The last samples of one daemon. All methods are called on its event loop."""
+    """The last samples of one daemon's figures, for the curves of the page. Use it on the event loop only."""
 
     def __init__(self, engine: Engine, sessions: Sessions, watch: LoopWatch, steps: StepLog) -> None:
         self._engine = engine
@@ -49,15 +49,15 @@ class History:
 
     @property
     def _tiers(self) -> Sequence[Tier]:
-        """All tiers but host memory. The gpu tier is there before a client offers memory, because columns stay."""
+        """All tiers but host memory. The gpu tier is always among them, because the columns of samples are fixed."""
         engine = self._engine
         return (engine.gpu, *(tier for tier in engine.tiers if tier is not engine.gpu and tier is not engine.host))
 
     async def take(self) -> None:
         """Take a sample. A counter's value in it is the counter's growth per second since the sample before."""
         counters, now = self._count(), time.monotonic()
-        # If two samples are taken at once, the clock may show the same time for both. The minimum avoids a division by
-        # zero.
+        # If two samples follow each other at once, the clock may show the same time for both. A period of at least 1 ms
+        # avoids a division by zero.
         seconds = max(now - self._sampled_at, 1e-3)
         rates = [_short((counters[name] - before) / seconds) for name, before in self._counters.items()]
         levels = map(_short, self._levels().values())
@@ -71,9 +71,10 @@ class History:
         return list(islice(self._samples, max(0, number - first), None))
 
     def _count(self) -> Mapping[str, Number]:
-        """Return figures that only grow.
+        """Return the figures of a sample that only grow, of which samples have the growth per second.
 
-        The growth of a clock in a second is the share of the second in which it ran.
+        Some figures are clocks, which run while an operation is under way or waits. The growth of a clock in a second
+        is the share of the second in which the clock ran.
         """
         engine, steps = self._engine, self._steps
         figures: dict[str, Number] = {"host_fetched_bytes_per_second": steps.fetched_bytes}
@@ -89,7 +90,7 @@ class History:
         }
 
     def _levels(self) -> Mapping[str, Number]:
-        """Return figures that go up and down, such as used bytes."""
+        """Return the figures of a sample that go up and down, such as used bytes."""
         engine, host = self._engine, self._engine.host
         figures: dict[str, Number] = {
             "host_used_bytes": host.used_bytes,
@@ -110,12 +111,13 @@ class History:
 def _traffic(tier: Tier) -> Mapping[str, Number]:
     counters = tier.counters
     moved = {"read_bytes_per_second": counters.bytes_read, "written_bytes_per_second": counters.bytes_written}
-    # The bytes of a device are copied by its client, so the daemon does not know for how long.
+    # The history has no copying time for the gpu tier, because clients copy the bytes of their devices and the daemon
+    # does not know how long that took.
     if tier.name is TierName.GPU:
         return moved
     return moved | {"reading": counters.reading.elapsed, "writing": counters.writing.elapsed}
 
 
 def _short(value: Number) -> Number:
-    """Return the value with as many digits as a page can show, because there are thousands of them."""
+    """Return the value with as many digits as a page can show, because a document has thousands of values."""
     return round(value) if value >= 100 else round(value, 3)

@@ -14,13 +14,15 @@ from typing import Any
 from paramserver.page.steps import Step
 from storage.base.tracing import Activity
 
-# The number of a job's last steps over which means are computed.
+# The page computes a job's mean figures over at most this number of its last steps.
 MEASURED_STEPS = 16
-# The most seconds over which the rate of steps is computed.
+# The page computes a job's steps per minute over at most this many of the last seconds.
 RATE_SECONDS = 300.0
-# The resource that needs the longest time binds the step if it needs at least this fraction of the step's time.
+# The page names the resource that a step uses for the longest time as the one that bounds the step, if that time is at
+# least this fraction of the step's time.
 BINDING_FRACTION = 0.7
-# If no resource binds the step, waiting for bytes binds it if it takes at least this fraction of the step's time.
+# If no resource bounds the step, the page says that waiting for bytes bounds the step, if the waiting takes at least
+# this fraction of the step's time.
 WAITING_FRACTION = 0.3
 
 
@@ -63,7 +65,8 @@ def describe_step(steps: Sequence[Step], bandwidth: float) -> dict[str, Any] | N
         return mean(lambda step: step.covered_seconds[activity])
 
     def at_bandwidth(moved: float) -> float | None:
-        # Without a measured bandwidth the time is unknown, except that moving no bytes takes no time.
+        # If the bandwidth was not measured, the time to move the bytes is unknown (None), except that no bytes take no
+        # time.
         return moved / bandwidth if bandwidth else None if moved else 0.0
 
     read, all_read = mean(lambda step: step.read_bytes), mean(lambda step: step.all_read_bytes)
@@ -97,7 +100,7 @@ def describe_step(steps: Sequence[Step], bandwidth: float) -> dict[str, Any] | N
 def _binding(needed: dict[str, float | None], waiting: float, seconds: float) -> tuple[str | None, float | None]:
     """Return the name of what binds a step, and which fraction of the step's time it needs.
 
-    Both are None if the answer depends on the devices' speed, and this is not known yet.
+    Both are None if the answer depends on the devices' speed, and that speed is not known yet.
     """
     known = {name: value for name, value in needed.items() if value is not None}
     longest = max(known, key=lambda name: known[name])

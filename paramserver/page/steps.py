@@ -15,17 +15,18 @@ from statistics import median
 from storage.base.shard import LAYOUT_SEPARATOR
 from storage.base.tracing import Activity, Span
 
-# The most steps that are kept of a job, and the most jobs of which steps are kept.
+# The most steps of one job that the step log keeps, and the most jobs of which it keeps steps.
 KEPT_STEPS = 64
 KEPT_JOBS = 256
-# A step that took longer than this, and also this many times the median of those before it, is a pause of the run.
+# If a step took longer than PAUSE_SECONDS, and also longer than PAUSE_FACTOR times the median of the steps before, the
+# run is taken to have paused, and the step gets no duration.
 PAUSE_SECONDS = 30.0
 PAUSE_FACTOR = 10.0
-# The activities whose time is kept for each job. The time of an update or a sync is not kept, because it consists of
-# these or lies within a commit.
+# The activities of the engine whose time the step log keeps for each step of a job. The times of updates and syncs are
+# left out, because an update consists of these activities, and a sync lies within a commit.
 TIMED = (Activity.NVME_READ, Activity.NVME_WRITE, Activity.DEMAND_FETCH, Activity.OPTIMIZER, Activity.COMMIT)
-# The most separate intervals of time that are kept while a step is under way. If there are more, older ones are added
-# up.
+# While a step is under way, the times at which an activity ran are kept as at most this many separate intervals. If
+# there are more, the older ones are replaced by their total length.
 _MOST_RUNS = 256
 
 
@@ -46,7 +47,7 @@ class Covered:
         return self._added_up + sum(ended - began for began, ended in self._runs)
 
     def add(self, began: float, ended: float) -> None:
-        """Cover the time from `began` to `ended`."""
+        """Add the time from `began` to `ended` to the time that is covered."""
         while self._runs and self._runs[-1][1] >= began:
             run = self._runs.pop()
             began, ended = min(began, run[0]), max(ended, run[1])
@@ -58,15 +59,16 @@ class Covered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A committed step.
+    """What the store has seen of a job from the commit before a step to the step's own commit.
 
     Attributes:
         number: the step's number.
         committed_at: the end of its commit, on the clock of time.monotonic().
-        seconds: the time since the end of the commit before; None: this is the first one, or comes after a pause.
-        read_bytes, written_bytes: the bytes that NVMe moved for this job since then.
-        all_read_bytes, all_written_bytes: the bytes that NVMe moved for all jobs since then.
-        covered_seconds: for each of TIMED the time since then in which the job had at least one such operation.
+        seconds: the time since the end of the commit before. None if there is none, or after a pause.
+        read_bytes, written_bytes: the bytes that NVMe moved for this job since the end of the commit before.
+        all_read_bytes, all_written_bytes: the bytes that NVMe moved for all jobs in the same time.
+        covered_seconds: for each activity in TIMED, the part of the same time in which the job had at least one such
+            operation.
     """
 
     number: int
@@ -81,7 +83,7 @@ class Step:
 
 @dataclass(slots=True)
 class _Moved:
-    """Bytes that NVMe moved."""
+    """The bytes that were read from and written to NVMe since some moment, added up from spans."""
 
     read: int = 0
     written: int = 0
@@ -95,28 +97,30 @@ class _Moved:
 
 @dataclass(slots=True)
 class _JobSteps:
-    """The steps of one job, and the beginning of the next one."""
+    """The last committed steps of one job, and what was seen of the next one so far."""
 
     kept: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     moved: _Moved = field(default_factory=_Moved)
-    # The bytes of all jobs at the last commit.
+    # The total of bytes that NVMe had moved for all jobs at this job's last commit. It is subtracted at the next
+    # commit, so that the difference is what NVMe moved during the step.
     before: _Moved = field(default_factory=_Moved)
     covered: dict[Activity, Covered] = field(default_factory=lambda: {activity: Covered() for activity in TIMED})
-    # The number of the last commit, and when it was made.
+    # The job's newest committed step and the time of its commit, so that a commit is noticed when they change.
     newest: tuple[int, float] | None = None
 
     def note(self, span: Span) -> None:
         self.moved.add(span)
         if (covered := self.covered.get(span.activity)) is not None:
-            # The part of an operation before the last commit is left out, so that no step has operations that took
-            # longer than the step.
+            # If an operation began before the last commit, only its time after that commit counts for the step under
+            # way. So no step has operations that took longer than the step.
             since = self.kept[-1].committed_at if self.kept else span.began_seconds
             covered.add(max(since, span.began_seconds), span.ended_seconds)
 
     def close(self, number: int, committed_at: float, total: _Moved) -> None:
-        """End the step under way, because step `number` was committed. `total` has the bytes of all jobs up to now."""
+        """End the step under way, because step `number` was committed. `total`: what NVMe has moved for all jobs."""
         if self.kept and number <= self.kept[-1].number:
-            # The job was rolled back, or deleted and made anew.
+            # The new step's number is not above the last one's, because the job was rolled back, or deleted and made
+            # anew. So the kept steps do not belong before the new one.
             self.kept.clear()
         self.kept.append(
             Step(
@@ -143,7 +147,7 @@ class _JobSteps:
 
 
 class StepLog:
-    """The steps of all jobs since the daemon started."""
+    """The last committed steps of each job, made from the engine's spans since the daemon started."""
 
     def __init__(self, newest_step: Callable[[str], tuple[int, float] | None]) -> None:
         """Make an empty log.
@@ -154,7 +158,8 @@ class StepLog:
                 on which commits end.
         """
         self._newest_step = newest_step
-        # The lock is needed because optimizer kernels end on threads of their own.
+        # The lock guards the log, because the engine's operations end on several threads: optimizer kernels run on
+        # their own.
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, _JobSteps] = OrderedDict()
         self._moved = _Moved()
@@ -164,8 +169,8 @@ class StepLog:
     def note_span(self, span: Span) -> None:
         """Note an operation that has ended. Any thread may call this."""
         name = span.job.partition(LAYOUT_SEPARATOR)[0]
-        # A failed commit ends as a span, too. So the newest step is asked of the job instead of being taken from the
-        # span.
+        # A failed commit ends with a span, too, so a span does not prove that there is a new step. The job's newest
+        # committed step does.
         newest = self._newest_step(name) if span.activity is Activity.COMMIT else None
         with self._lock:
             job = self._jobs.get(name)
@@ -192,7 +197,7 @@ class StepLog:
 
     @property
     def fetched_bytes(self) -> int:
-        """The bytes that were fetched into host memory."""
+        """The bytes that were fetched into host memory since the daemon started."""
         with self._lock:
             return self._fetched_bytes
 

@@ -1,8 +1,8 @@
 """The page as a document of its own: HTML with its style and its script inside, and the headers that confine it.
 
 This module owns the document. The document has no figures, so that a browser may load it without a token; the script
-asks for those with the token that the user enters. This module must never let the document load, send or run anything
-but what is in it and its figures.
+asks for the figures with the token that the user enters. This module must never let the document load, send or run
+anything but what is in the document, and its figures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 from functools import cache
 from importlib import resources
 
-# These headers go with every answer.
+# The HTTP headers of every answer of the page's server, which keep browsers from caching, framing and sharing it.
 CONFINED = (
     ("Cache-Control", "no-store"),
     ("Cross-Origin-Opener-Policy", "same-origin"),

@@ -19,18 +19,19 @@ log = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """A file of lines. When it has grown to half of the allowed bytes, it becomes the predecessor, `NAME.1`."""
+    """The file of the audit log. At half of the allowed bytes it is renamed to `NAME.1`, and a new file begins."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Name the file; its mode admits the daemon's user only."""
+        """Prepare a log at `path`. The file is made when it is first written, for the daemon's user only."""
         self.path = path
         self._max_file_bytes = max_bytes // 2
-        # Held while a thread writes, so that entries keep their order.
+        # A thread writes each entry. This lock is held meanwhile, so that entries are written one by one and in their
+        # order.
         self._writing = asyncio.Lock()
 
     @property
     def former_path(self) -> Path:
-        """The path of the predecessor."""
+        """The path of the file with the older entries, `NAME.1`."""
         return self.path.with_name(f"{self.path.name}.1")
 
     def check(self) -> None:
@@ -54,7 +55,8 @@ class AuditLog:
                 self.path.replace(self.former_path)
                 return self._write(line)
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                # A full disk, or a crash, has left a part of a line, which must not spoil the next one.
+                # The file ends with an incomplete line, because the disk was full or the daemon crashed. The new entry
+                # begins on a line of its own, so that it can be parsed.
                 line = b"\n" + line
             file.write(line)
         return None

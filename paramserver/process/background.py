@@ -15,7 +15,7 @@ from storage.base.errors import StorageError
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-# The most seconds that a thread waits for the event loop. A loop that is not blocked answers much sooner.
+# The most seconds that a thread waits for the event loop to answer. A loop that is not blocked answers much sooner.
 ANSWER_SECONDS = 5.0
 
 
@@ -30,7 +30,8 @@ async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]])
             await work()
             failure = ""
         except Exception as error:
-            # The same failure is logged once, however often it is repeated.
+            # A failure is logged only if it differs from the one before, so that a failure which is repeated is logged
+            # once.
             if failure != (failure := repr(error)):
                 stack = unforeseen(error)
                 log.error("%s failed: %s; it is tried again every %g s", what, error, seconds, exc_info=stack)

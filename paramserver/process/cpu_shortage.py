@@ -14,7 +14,7 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True)
 class _CpuTime:
-    """The CPU time of one thread.
+    """One reading of the kernel's counters about the CPU time of one thread.
 
     Attributes:
         run_seconds: how long the thread has run.
@@ -51,16 +51,16 @@ class CpuShortage:
     def seconds(self, period_seconds: float) -> float:
         """Return for how much of the period since the last call a thread waited for a CPU; 0 at the first call.
 
-        While the watched thread is ready, only that thread is read, because to read each other one this thread would
-        have to wait until the watched one releases the GIL.
+        While the watched thread is ready, only that thread's counters are read. To read those of each other thread, the
+        caller would have to wait until the watched thread releases the GIL.
         """
         before, now = self._before, self._look([self._own], period_seconds)
         if not now[self._own].ready:
             now |= self._look(_THREADS.iterdir(), period_seconds)
         self._before = now
-        # If the last reading had all threads, a thread that it does not have is new, so all of the thread's waiting
+        # If the last reading had all threads, a thread that it lacks is new, so all of the thread's waiting for a CPU
         # lies in this period. If the last reading had the watched thread only, it is unknown how long the other threads
-        # waited in this period.
+        # waited in this period, so they are left out of the result.
         known = now.keys() if len(before) > 1 else before.keys()
         waits = [now[path].waited_seconds - before.get(path, _UNBORN).waited_seconds for path in known & now.keys()]
         return min(period_seconds, max(waits, default=0.0))
@@ -78,7 +78,8 @@ def _read(thread: Path, before: _CpuTime, period_seconds: float) -> _CpuTime:
         run, queued, _ = map(int, (thread / "schedstat").read_bytes().split())
         ready = (thread / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
     except (FileNotFoundError, ProcessLookupError):
-        # The file cannot be read, because the thread has ended or this kernel does not count waiting times.
+        # The kernel's file of a thread's waiting times cannot be read, because the thread has ended or this kernel does
+        # not count waiting times.
         return _DEAD
     waits = ready and before.ready and run / 1e9 == before.run_seconds
     return _CpuTime(run / 1e9, queued / 1e9, ready, before.waiting_seconds + period_seconds if waits else 0.0)

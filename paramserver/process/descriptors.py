@@ -16,11 +16,12 @@ from paramserver.errors import StartError
 
 log = logging.getLogger(__name__)
 
-# Descriptors kept for files that the daemon opens after the count: gRPC's own (six, measured), for a moment each the
-# token file, certificates, journals of the catalog and connections to the arena's socket, and MOST_PROCESSES of
-# sessions/client_process.py.
+# The descriptors that the daemon does not use for connections, because it opens files after it has divided its limit:
+# gRPC's own (six, measured), MOST_PROCESSES of sessions/client_process.py, and for a moment each the token file,
+# certificates, journals of the catalog and connections to the arena's socket.
 RESERVED = 64 + 32
-# Connections that are not those of sessions: operators, health checks, and clients that are about to open a session.
+# The connections that the daemon allows beside those of sessions: for operators, health checks, and clients that are
+# about to open a session.
 BESIDE_SESSIONS = 64
 LEAST_CONNECTIONS = 8
 

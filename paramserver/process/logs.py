@@ -30,7 +30,8 @@ def configure_logging(level: str, log_format: str) -> None:
     Tracebacks show no local variables, which structlog would add, because these hold session ids and tokens.
     """
     shared: list[structlog.typing.Processor] = [
-        # The words of the session, job and step for which a line is written; see sessions/log_context.py.
+        # This processor adds the session, job and step for which a line is written to the line; see
+        # sessions/log_context.py.
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -64,7 +65,10 @@ def configure_logging(level: str, log_format: str) -> None:
 
 
 def _is_no_gone_client(record: logging.LogRecord) -> bool:
-    """Return False for the stack that gRPC logs when a client leaves, because operators cannot act on it."""
+    """Return whether a log record is kept: all but the stack that gRPC logs when a client leaves.
+
+    Operators cannot act on that stack.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 

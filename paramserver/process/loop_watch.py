@@ -1,4 +1,4 @@
-"""A detector of blocked event loops: a thread schedules a callback on the loop, and notes when it does not run.
+"""A detector of blocked event loops: a thread schedules a callback on the loop, and notes when the callback is late.
 
 This module owns the thread and the counts. It must never report a shortage of CPU as a blocked loop. So time is counted
 in ticks in which this thread itself ran, less the waits for a CPU that cpu_shortage.py measures.
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 STALL_SECONDS = 0.1
 INNERMOST_FRAMES = 12
-# The least time between two log lines about stalls, because a daemon that stalls all the time must not fill the disk.
+# The least time between two log lines about stalls of the event loop. Without it, a daemon that stalls all the time
+# would fill the disk with log lines.
 LOG_INTERVAL_SECONDS = 10.0
 
 
@@ -70,7 +71,8 @@ class LoopWatch:
                 continue
             silent_ticks += 1
             short_ticks += shortage.seconds(TICK_SECONDS) / TICK_SECONDS
-            # Every thread waits a little for its CPU, so only whole ticks of waiting are treated as a shortage of CPU.
+            # A stall does not count the time in which the process had no CPU. Every thread waits a little for its CPU,
+            # so only whole ticks of such waiting are subtracted.
             stalled_ticks = silent_ticks - round(short_ticks)
             if stalled_ticks < self._stall_ticks:
                 continue
@@ -86,7 +88,7 @@ class LoopWatch:
 
 
 class StallLog:
-    """A callback for LoopWatch.
+    """A callback for LoopWatch that writes stalls of the event loop to the log.
 
     It logs the first stall of each LOG_INTERVAL_SECONDS with its stack, and counts the others.
     """

@@ -22,8 +22,8 @@ def tell_manager(state: str) -> None:
         return
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-            # A name that begins with @ is an abstract one (man 7 unix): the socket has no file, and its name begins
-            # with a zero byte.
+            # If the address of the service manager's socket begins with @, it is an abstract one (man 7 unix): the
+            # socket has no file, and a zero byte replaces the @.
             manager.connect("\0" + address[1:] if address.startswith("@") else address)
             manager.sendall(state.encode())
     except OSError as error:

@@ -18,7 +18,7 @@ from paramserver.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _NODES = Path("/sys/devices/system/node")
-# The number of the system call set_mempolicy(2) by architecture; libc has no wrapper for it.
+# The number of the system call set_mempolicy(2) on each processor architecture, because libc has no function for it.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_PREFERRED = 1
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -73,7 +73,8 @@ def _prefer_memory_of(node: int) -> str | None:
     mask = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # set_mempolicy reads one bit less of the mask than this argument says, so 1 is added to the mask's number of bits.
+    # set_mempolicy reads one bit less of the node mask than its argument `maxnode` says, so the argument is the mask's
+    # number of bits plus 1.
     bits = ctypes.c_ulong(len(mask) * _WORD_BITS + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(_MPOL_PREFERRED), mask, bits) == 0:
         return None

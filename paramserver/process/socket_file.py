@@ -3,8 +3,8 @@
 A directory may be moved or made anew under a daemon that runs, and another daemon may listen at the same path then. So
 this module must never remove a file that it has not put there itself.
 
-gRPC removes the file at the path to which it has bound a socket, whatever is there by then. Therefore a socket is bound
-at a path of its own, and gets its place by a rename, after which gRPC finds nothing to remove.
+gRPC removes the file at the path to which it has bound a socket, also if the file is another one by then. Therefore a
+socket is bound at a path of its own, and gets its place by a rename, after which gRPC finds nothing to remove.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from paramserver.contract.sockets import system_path
 from paramserver.errors import StartError
 from storage.base.errors import ConflictError
 
-# The random bytes in the name at which a socket is bound. The name is short, so it fits wherever the socket's does.
+# A socket is first bound at a temporary name made of this many random bytes. The temporary name is short, so it fits
+# wherever the socket's own name fits.
 _NAME_BYTES = 4
 
 
@@ -50,7 +51,7 @@ class SocketFile:
         self._status: os.stat_result | None = None
 
     def publish(self) -> None:
-        """Give the socket its place, with access for this user only. It replaces what a killed daemon has left there.
+        """Rename the socket to `path`, with access for this user only, in place of a socket of a killed daemon.
 
         Raises:
             StartError: the directory cannot be written to.
@@ -72,5 +73,5 @@ class SocketFile:
             if status is not None and os.path.samestat(status, self.path.stat()):
                 self.path.unlink()
         except OSError:
-            # The file is gone, or its directory is.
+            # The socket's file or its directory is gone already, so there is no file to remove.
             return

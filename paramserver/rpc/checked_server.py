@@ -1,14 +1,14 @@
 """The registration of services' methods with gRPC, and the work that every call needs around its method.
 
-Around each method it puts, in this order: the answer to any error that is raised, the check of the caller's token, the
-receiving and the parsing of the request, the check of the right that the method declares (rpc/rights.py), and, for a
-call with one answer, the limit that lets the answer come before the client's deadline. Requests are parsed here because
-grpc.aio would end a call that it cannot parse with UNKNOWN, and a stack in the log.
+Around each method this module puts, in this order: the answer to any error that is raised, the check of the caller's
+token, the receiving and the parsing of the request, the check of the right that the method declares (rpc/rights.py),
+and, for a call with one answer, the limit that lets the answer come before the client's deadline. Requests are parsed
+here because grpc.aio would end a call that it cannot parse with UNKNOWN, and a stack in the log.
 
 [Note: requests of strangers] gRPC collects the request of a method that takes one request before it calls the method.
 So a client without a token could have the daemon hold 16 MiB for each of 1024 calls on a connection, until the client
 ends them. All methods here are therefore registered as if they took a stream of requests, which gRPC collects when it
-is asked to. The bytes of a call are the same.
+is asked to. The bytes of a call on the wire are the same, so clients notice no difference.
 
 This module must never register a method that declares no right.
 """
@@ -33,24 +33,26 @@ from paramserver.rpc.status import answering_errors, answering_in_time
 from paramserver.security.gate import Context
 from storage.base.errors import InvalidRequestError
 
-# A function that checks the right to make one call, and returns the Principal or the Session that the right is about.
-# The request is None if the client sends a stream of requests.
+# A function that checks the right of the caller to make one call. It returns the Principal or the Session that has the
+# right. The request that it gets is None if the client sends a stream of requests.
 Admit = Callable[[Any, Context], Any]
-# A function that takes the requests that gRPC gives, parses the request and checks the right. It returns the request,
-# or all of them where the client sends a stream, and the result of Admit.
+# A function that runs before a method: it takes what gRPC gives as the request, parses it and checks the caller's
+# right. It returns the parsed request, or the stream of requests, and the result of Admit.
 _Enter = Callable[[Any, Context], Awaitable[tuple[Any, Any]]]
-# A function that gets the name, the status and the seconds of each call that has ended, and whether the call streams.
+# A function that is called with the name, the status and the seconds of each call that has ended, and with whether the
+# call streams.
 NoteCall = Callable[[str, grpc.StatusCode, float, bool], None]
-# A function that calls a method with those of these arguments that the method takes: the request, the result of Admit,
-# and the context.
+# A function that calls a service's method. It gets the request, the result of Admit, and the context, and passes those
+# of them that the method takes.
 _Invoke = Callable[[Any, Any, Context], Any]
-# A function that makes a call of a session, unless the call is the repetition of one that was made, and returns the
-# answer. It gets the session, the context, and a function that makes the call.
+# A function that makes a call of a session and returns the answer. If the call repeats an earlier one of the session,
+# it returns the answer of that one. It gets the session, the context, and a function that makes the call.
 AnswerOnce = Callable[[Any, Context, Callable[[], Coroutine[Any, Any, Any]]], Awaitable[Any]]
 
-# The right that a caller must have before its request is received, where the request tells whether it has the right.
+# The right that the server checks before it receives the request, by the method's own right. The two differ only for
+# Right.SESSION: the request names the session, so only the token can be checked before.
 _BEFORE_REQUEST = {Right.SESSION: Right.TOKEN}
-# The time in which the request of a caller who needs no token must come. It is a few bytes.
+# The seconds within which a caller that needs no token must send its request. Such a request has a few bytes.
 _STRANGER_SECONDS = 5.0
 
 _STATUS_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
@@ -71,10 +73,11 @@ class CheckedServer:
 
         Args:
             server: gRPC's server.
-            admission: returns the check of a right.
+            admission: returns for a right the function that checks whether a call has it, and raises an error if not.
             describe_waits: returns a text that says what requests wait for now, for clients whose deadline is near.
-            note_call: counts calls that have ended; None: they are not counted.
-            answer_once: makes the calls of sessions that have one answer; None: each request is a call of its own.
+            note_call: counts calls that have ended. None if calls are not counted.
+            answer_once: makes each call of a session that has one answer, and finds repetitions of a call. None if a
+                repeated request is made again.
         """
         self._server = server
         self._admission = admission
@@ -107,7 +110,8 @@ class CheckedServer:
 
     def _handler(self, rpc: MethodDescriptor, method: Callable[..., Any], declared: MethodRights) -> Any:
         admit, invoke = self._admission(declared.right), _invoke(method, declared)
-        # A raw method needs no parser and no serializer, because it takes bytes from gRPC and returns bytes.
+        # A method that is declared as raw takes bytes from gRPC and returns bytes, so gRPC gets no parser and no
+        # serializer for it.
         parse = None if declared.is_raw else _refusing(GetMessageClass(rpc.input_type).FromString)
         serialize = None if declared.is_raw else GetMessageClass(rpc.output_type).SerializeToString
         if rpc.client_streaming:
@@ -115,7 +119,8 @@ class CheckedServer:
             async def enter_stream(requests: Any, context: Context) -> tuple[Any, Any]:
                 return requests, admit(None, context)
 
-            # gRPC parses each message when the method takes it from the stream.
+            # In a stream of requests, gRPC parses each message only when the method takes it from the stream. So the
+            # token is checked before any message of a stranger is parsed.
             behaviour = _streaming(rpc.name, enter_stream, method, invoke)
             return grpc.stream_stream_rpc_method_handler(self._noted(rpc.name, behaviour), parse, serialize)
         assert parse is not None
@@ -131,7 +136,7 @@ class CheckedServer:
         return grpc.stream_unary_rpc_method_handler(noted, response_serializer=serialize)
 
     def _noted(self, name: str, behaviour: Callable[..., Any], *, is_stream: bool = True) -> Callable[..., Any]:
-        """Return the behaviour of a method, with a note of each call at its end."""
+        """Return a handler that calls `behaviour`, and passes each call's status and duration to `note_call`."""
         if (note := self._note_call) is None:
             return behaviour
 
@@ -157,8 +162,8 @@ def _noting(note: NoteCall, name: str, context: Context, *, is_stream: bool) -> 
         ended_by_client = True
         raise
     finally:
-        # gRPC has the code with which a method was aborted as its enum or, in some versions, as a number. It has 0 for
-        # a method that was not aborted.
+        # If a method aborted its call, gRPC gives the status code as its enum or, in some versions, as a number. If the
+        # method did not abort, gRPC gives 0.
         given: Any = context.code()
         code = given if isinstance(given, grpc.StatusCode) else _STATUS_BY_NUMBER[given or 0]
         code = grpc.StatusCode.CANCELLED if ended_by_client else code
@@ -212,14 +217,15 @@ def _unary(
             try:
                 return await (work() if answer_once is None else answer_once(caller, context, work))
             except NotImplementedError:
-                # The health service's package declares methods that it does not implement. They answer with this.
+                # gRPC's package of the health service declares methods that it does not implement. A call of such a
+                # method is answered with this code, and not logged as a failure of the daemon.
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have that method")
 
     return call
 
 
 def _streaming(name: str, enter: _Enter, method: Callable[..., Any], invoke: _Invoke) -> Callable[..., Any]:
-    """Return the behaviour of a method that yields its answers, or that writes them to the context."""
+    """Return a handler for gRPC of a method that yields its answers, or that writes them to the context."""
 
     async def call(requests: Any, context: Context) -> None:
         async with answering_errors(context, name):

@@ -35,20 +35,20 @@ MAX_NAME_BYTES = 1024
 # The most elements of a tensor. No tensor is that large, and with more elements the byte offsets that the engine
 # computes could overflow 64 bits.
 MAX_ELEMENTS = 1 << 48
-# The most dimensions of a tensor in torch.
+# The most dimensions of a tensor that a client may declare, which is torch's own limit.
 MAX_DIMENSIONS = 64
-# Steps and positions are also kept as floating-point numbers, by the prefetch queue and in JSON. Beyond this limit, two
-# different integers would be the same floating-point number.
+# The largest number of a step or a position. Both are also kept as floating-point numbers, by the prefetch queue and in
+# JSON, and above this limit two different integers would be the same floating-point number.
 MAX_STEP = (1 << 53) - 1
-# The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times as
-# many, and stores of small tensors twice as many again.
+# The most parameters of one job. The largest models have some ten thousand parameters, mixtures of experts with a
+# parameter per expert ten times as many, and stores of small tensors twice as many again.
 MAX_PARAMETERS = 1 << 18
-# The limits of one rank's groups and shards. A rank that trains has at most one shard of each parameter; padding is not
-# a shard.
+# The most groups and the most shards of one rank. A rank that trains has at most one shard of each parameter; padding
+# is not a shard.
 MAX_GROUPS = 1 << 16
 MAX_SHARDS = 1 << 18
-# The most leases, prefetch wants, releases or updates in one request. A request is for one unit or a few units, and
-# even the entries for all units of a large model fit.
+# The most leases, prefetch wants, releases or updates in one request. A trainer sends requests for one unit or a few
+# units, and even the entries for all units of a large model are fewer.
 MAX_BATCH = 1 << 14
 
 _URGENCIES = {
@@ -150,8 +150,8 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         durability=durability(request.durability),
         layout=name(request.layout, "layout") if request.layout else "",
     )
-    # Both properties are computed once and then kept, which takes 0.2 s for 100,000 parameters. They are computed here,
-    # because this function runs on a worker thread and not on the event loop's.
+    # `digest` and `by_name` of the job's model are computed at their first use and then kept. They take 0.2 s for
+    # 100,000 parameters, so they are computed here on a worker thread, and not later on the event loop.
     _ = spec.model.digest, spec.model.by_name
     return spec
 
@@ -318,7 +318,7 @@ def _check_states(group: GroupSpec, row: HyperParameters) -> None:
 
 
 def hyper_parameters(message: HyperParameters) -> HyperParameters:
-    """Return a row of hyper-parameters.
+    """Check the hyper-parameters of an optimizer that a client sends, and return them unchanged.
 
     Raises:
         InvalidRequestError: torch's class would refuse a value; the message names the field.

@@ -1,7 +1,7 @@
 """The pages in which long lists are sent, and the tokens that name them.
 
-A token names the place where the next page begins. So the daemon keeps nothing for a client between two pages, a token
-stays valid for any time, and the last page costs no more than the first.
+A token names the tensor or shard with which the next page begins. So the daemon keeps nothing for a client between two
+pages, a token stays valid for any time, and the last page costs no more than the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_DIGITS = 9
 
 
 class PageStart(NamedTuple):
-    """A place in a list of tensors, or of their shards by kind and number. A page begins with its place."""
+    """The tensor, or the shard of a tensor by kind and number, with which a page of a list begins."""
 
     fqn: str = ""
     kind: int = 0
@@ -29,7 +29,7 @@ class PageStart(NamedTuple):
 
     @classmethod
     def of_token(cls, token: str) -> PageStart:
-        """Return the place that a token names. The empty token names the beginning of the list.
+        """Return the page start that a token names. The empty token names the beginning of the list.
 
         Raises:
             InvalidRequestError: the text is not a token.

@@ -18,14 +18,14 @@ _ATTRIBUTE = "declared_rights"
 class Right(enum.Enum):
     """The right that a caller must have before a method runs.
 
-    It also decides what the method gets beside its request.
+    The right also decides what the method gets beside its request.
     """
 
     NOTHING = enum.auto()
     """Every client may call the method."""
 
     TOKEN = enum.auto()
-    """The call carries a valid token, not a borrower's. The method gets its Principal, and checks what it allows."""
+    """The call carries a valid token, not a borrower's. The method gets the Principal, and checks what it may do."""
 
     SESSION = enum.auto()
     """The request's `session_id` names a session that the call's principal opened. The method gets the Session."""
@@ -43,8 +43,8 @@ class MethodRights:
 
     Attributes:
         takes_context: the method gets gRPC's context as its last argument.
-        is_raw: the method works on the bytes of messages.
-        takes_caller: False: the method gets neither a Principal nor a Session.
+        is_raw: the method gets and returns messages as bytes, which are not parsed here.
+        takes_caller: whether the method gets the Principal or the Session. A method that does not take it gets neither.
     """
 
     right: Right

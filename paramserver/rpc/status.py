@@ -33,13 +33,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _refusals = RefusalLog()
 
-# The most characters of a status's text. A status travels in HTTP headers, which clients limit to 8 KiB, and a
-# character may take twelve bytes there. The limit is needed because a text may quote a name, and a client can choose a
-# long one.
+# The most characters of a status's text. A text may quote a name that a client chose, and such a name can be long. A
+# status travels in HTTP headers, which clients limit to 8 KiB, and a character may take twelve bytes of a header.
 MAX_TEXT = 600
 
-# The daemon answers before a client's deadline: earlier by the smaller one of these seconds and this share of the time
-# that the client allows.
+# The daemon answers a call this long before the client's deadline: ANSWER_SECONDS, or ANSWER_SHARE of the time that the
+# client allows if that is shorter.
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.1
 
@@ -55,8 +54,9 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (LateError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StaleCallError, grpc.StatusCode.UNAVAILABLE),
-    # A device that does not answer may answer again. One that has refused an operation will refuse the next one, and
-    # UNAVAILABLE would have clients repeat the call until their deadline.
+    # A device that does not answer may answer later, so DeviceStuckError gets UNAVAILABLE, and clients repeat the call.
+    # A device that refused an operation will refuse the next one, so DeviceError gets INTERNAL, and clients do not
+    # repeat the call until their deadline.
     (errors.DeviceStuckError, grpc.StatusCode.UNAVAILABLE),
     (errors.DeviceError, grpc.StatusCode.INTERNAL),
 )
@@ -114,8 +114,8 @@ async def answering_errors(context: Context, method: str) -> AsyncIterator[None]
     except GeneratorExit:
         raise
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-        # gRPC raises UsageError where the method's own `abort` was under way when `answering_in_time` cancelled the
-        # method. Methods of the health service, which is a library's, answer so; tests/faults/fuzz.py found it.
+        # gRPC raises UsageError if the method was aborting its call when `answering_in_time` cancelled the method. Only
+        # methods of the health service, which a library defines, abort calls themselves; tests/faults/fuzz.py found it.
         raise _call_is_over() from error
     except Exception as error:
         log.exception("a request failed in an unforeseen way")
@@ -130,7 +130,7 @@ async def answering_in_time(context: Context, describe_waits: Callable[[], str])
     The block is cancelled in the same way as gRPC cancels it at the deadline itself, or when the client goes.
 
     Raises:
-        LateError: the block was cancelled; the text contains what `describe_waits` returned just before.
+        LateError: the block was cancelled; the text contains what `describe_waits` returned shortly before.
     """
     allowed = context.time_remaining()
     if allowed is None:
@@ -139,7 +139,8 @@ async def answering_in_time(context: Context, describe_waits: Callable[[], str])
     loop, waits = asyncio.get_running_loop(), ""
 
     def end() -> None:
-        # The waits are described before the block is cancelled, because the block's own wait ends with it.
+        # `describe_waits` says what the call waits for, which the client reads in the error. It is called before the
+        # call's work is cancelled, because the work waits for nothing after that.
         nonlocal waits
         waits = describe_waits()
         limit.reschedule(loop.time())
@@ -175,16 +176,17 @@ async def _abort(
         _drop_traceback_at_end(error)
         raise
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-        # gRPC raises UsageError where the method's own `abort` was under way when `answering_in_time` cancelled the
-        # method. Methods of the health service, which is a library's, answer so; tests/faults/fuzz.py found it.
+        # gRPC raises UsageError if the method was aborting its call when `answering_in_time` cancelled the method. Only
+        # methods of the health service, which a library defines, abort calls themselves; tests/faults/fuzz.py found it.
         raise _call_is_over() from error
 
 
 def _drop_traceback_at_end(error: grpc.aio.AbortError) -> None:
-    """Have an error of gRPC, and the errors that led to it, forget at the end of the call in which frames they were.
+    """Drop the tracebacks of an error of gRPC, and of the errors that led to it, when the current call ends.
 
-    gRPC keeps the error in the state of the call, and the frames of its traceback keep the call. These circles would
-    stay in memory until a collection of the oldest generation, which is rare; see storage/base/tune_interpreter.py.
+    gRPC keeps the error in the state of the call, and the frames of its traceback keep the call. These reference cycles
+    would stay in memory until a collection of the oldest generation, which is rare; see
+    storage/base/tune_interpreter.py.
     """
 
     def forget(_: asyncio.Task[Any]) -> None:
@@ -201,6 +203,6 @@ def _drop_traceback_at_end(error: grpc.aio.AbortError) -> None:
 def _call_is_over() -> asyncio.CancelledError:
     """Return the error that ends a method whose status gRPC could not send, because the client has gone.
 
-    gRPC logs the stack of any other error that a method raises.
+    The error is a CancelledError, because gRPC logs the stack of any other error that a method raises.
     """
     return asyncio.CancelledError("the client has gone")

@@ -23,18 +23,19 @@ from paramserver.errors import ConfigError
 from paramserver.security.files import replace_file
 
 AUTHORITY_DAYS = 3650
-# Certificates are valid from a little before they are signed, because the clocks of a cluster differ a little.
+# A new certificate is valid from this long before the moment of its signing, because the clocks of a cluster's machines
+# differ a little.
 CLOCK_SKEW = datetime.timedelta(minutes=5)
-# The names that a client can have. They are restricted, because a client's name becomes a file name.
+# The names that a client's certificate can have. They are restricted, because the client's name becomes a file name.
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAKEN = ("ca", "server")
-# The end of the name of a private key's file, without the suffix.
+# The end of the name of a private key's file, before the suffix ".pem".
 _KEY = "-key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A certificate and its private key."""
+    """A certificate and its private key, as `make_certificates` makes them or reads those of the authority."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -57,7 +58,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], clients: Sequence[s
         OSError: a file cannot be written.
     """
     for client in clients:
-        # The certificate of a client named "ca-key" would replace the key of the authority.
+        # The certificate of a client named "ca-key" would replace the key of the authority, so that name is refused.
         if not _CLIENT_NAME.fullmatch(client) or client in _TAKEN or client.endswith(_KEY):
             raise ConfigError(
                 f"client name {client!r}: write letters, digits, '.', '_' and '-', 64 at most, and not "

@@ -10,7 +10,8 @@ from typing import IO
 
 from paramserver.contract.durable_files import replace
 
-# A file's inode, size and time of the last change; a new file or new contents change at least one of them.
+# The inode, size and last change of a file. If a file is replaced or its contents change, at least one of them changes,
+# so a comparison of fingerprints finds it.
 Fingerprint = tuple[int, int, int]
 
 
@@ -34,7 +35,7 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
         os.fchmod(file.fileno(), mode if former is None else stat.S_IMODE(former.st_mode))
         file.write(content)
 
-    # The file may hold a secret, so no other user may read it before it has its mode.
+    # The file may hold a secret, so it is made with a mode that admits no other user. `write` then sets its final mode.
     replace(path, write, mode=0o600)
 
 
@@ -45,7 +46,8 @@ def target_of(path: Path) -> Path:
         OSError: the links form a loop, or the file cannot be examined.
     """
     with suppress(FileNotFoundError):
-        # This raises for a loop. There, `resolve` raises RuntimeError with Python 3.11 and 3.12, and nothing with 3.13.
+        # `stat` is called because it raises OSError if symbolic links form a loop. `resolve` alone raises RuntimeError
+        # in Python 3.11 and 3.12, and no error in 3.13.
         path.stat()
     return path.resolve()
 

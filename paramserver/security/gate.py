@@ -1,4 +1,4 @@
-"""The gate that every call passes. It finds the principal behind the token, and refuses what that has no right to.
+"""The gate that every call passes. It finds the principal behind the token, and refuses calls that it has no right to.
 
 This module owns the texts of refusals. They are constant, so that they tell a stranger neither which jobs and sessions
 exist nor how close a wrong token was. The operator finds the rest in the log: which method was refused, to which
@@ -66,14 +66,14 @@ class ForeignLoanError(RefusedError):
 
 
 class Gate:
-    """The check of the token that a call carries."""
+    """The check of the token that a call carries: whether it is valid, and which rights its principal has."""
 
     def __init__(self, tokens: TokenFile | None) -> None:
-        """Make a gate.
+        """Make a gate that knows the given tokens.
 
         Args:
-            tokens: the valid tokens. None: the gate demands no token, so every client that reaches the daemon has all
-                rights.
+            tokens: the valid tokens. None if the gate demands no token, so that every client that reaches the daemon
+                has all rights.
         """
         self._tokens = tokens
 
@@ -129,13 +129,13 @@ class Gate:
 
 
 def check_no_borrower(principal: Principal) -> None:
-    """Check that the principal may do more than borrow memory. It can raise ForbiddenError."""
+    """Check that the principal may do more than borrow memory. Raise ForbiddenError if it may not."""
     if principal.role is Role.BORROWER:
         raise ForbiddenError(f"token {principal.name} is a borrower's")
 
 
 def check_admin(principal: Principal) -> None:
-    """Check that the principal is an admin. It can raise ForbiddenError."""
+    """Check that the principal is an admin. Raise ForbiddenError if it is not."""
     if principal.role is not Role.ADMIN:
         raise ForbiddenError(f"token {principal.name} is no admin's")
 

@@ -10,7 +10,7 @@ from paramserver.contract.replica_names import replicated_job
 
 
 class Role(enum.StrEnum):
-    """The rights of a token."""
+    """What a token allows its holder, as the token file names it."""
 
     ADMIN = "admin"  # The token allows every call.
     JOB = "job"  # The token allows the data of some jobs, and no call of StoreAdmin.
@@ -27,8 +27,9 @@ class Principal:
     may_delete: bool = False
 
     def allows(self, job: str) -> bool:
-        """Return whether the principal may see and use the job. Who may use a job may use its replicas, too."""
-        # `fnmatchcase` treats names as plain text, so `*` also matches slashes and dots.
+        """Return whether the principal may see and use the job. A right to use a job covers the job's replicas, too."""
+        # `fnmatchcase` treats a job's name as plain text and not as a path, so `*` in a pattern also matches slashes
+        # and dots.
         names = [job] if (replicated := replicated_job(job)) is None else [job, replicated]
         return self.role is Role.ADMIN or any(
             fnmatch.fnmatchcase(name, pattern) for pattern in self.jobs for name in names
@@ -39,6 +40,6 @@ class Principal:
         return self.role is Role.ADMIN or (self.may_delete and self.allows(job))
 
 
-# The principal of every call to a daemon without a token file. Such a daemon relies on the mode of its socket and on
-# certificates alone.
+# The caller of every call to a daemon without a token file. Such a daemon has no other protection than the mode of its
+# socket and certificates, so this principal may make all calls.
 ANYONE = Principal(name="anyone", role=Role.ADMIN)

@@ -1,9 +1,10 @@
 """Limits on how much of the store one job may use, and all jobs of one token together. Patterns of names select them.
 
-This module owns the section `quotas` of the configuration. A quota limits a job; it reserves nothing for it. The jobs
-of a token are all jobs whose names the token allows, also those that a client with another token made. The catalog
-holds these names, so the set is the same after a restart. A replica has a quota of its own, with the limits of its job:
-otherwise a token for the job could use the store without these limits, because it allows replicas of any number.
+This module owns the section `quotas` of the configuration. A quota limits a job; it reserves nothing for the job. The
+jobs of a token are all jobs whose names the token allows, also those that a client with another token made. The catalog
+holds these names, so the set is the same after a restart. A replica has a quota of its own, with the limits of its job.
+Without that quota, a client with a token for the job could use the store without limits, because the token allows any
+number of replicas of the job.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Quota(BaseModel):
     weight: Annotated[float, Field(ge=0.001, le=1000.0)] = 1.0
 
     def check_sessions(self, job: str, attached: int) -> None:
-        """Raise BudgetExceededError unless one more session may attach to the job, which has `attached` already."""
+        """Raise BudgetExceededError unless one more session may attach to the job, which has `attached` sessions."""
         if self.sessions is not None and attached >= self.sessions:
             raise BudgetExceededError(
                 f"the quota of job {job!r} allows {self.sessions} sessions, and {attached} are attached; stop one, or "
@@ -42,7 +43,7 @@ class Quota(BaseModel):
             )
 
     def check_readers(self, job: str, held: int) -> None:
-        """Raise BudgetExceededError unless one more reader may hold a step of the job, which has `held` already."""
+        """Raise BudgetExceededError unless one more reader may hold a step of the job, which has `held` readers."""
         if self.readers is not None and held >= self.readers:
             raise BudgetExceededError(
                 f"the quota of job {job!r} allows {self.readers} readers, and {held} are open; close one, or raise "
@@ -53,7 +54,7 @@ class Quota(BaseModel):
 class JobQuota(Quota):
     """The limits of the jobs whose names match `pattern`, and of their replicas.
 
-    Limits that it leaves out are those of the default.
+    A limit that is left out here is that of the section's `default`.
     """
 
     pattern: Annotated[str, Field(min_length=1)]
@@ -72,7 +73,10 @@ class TokenQuota(BaseModel):
     readers: Annotated[int, Field(ge=0)] | None = None
 
     def check_jobs(self, token: str, held: int) -> None:
-        """Raise BudgetExceededError unless one more job may be made with the token, which allows `held` already."""
+        """Raise BudgetExceededError unless one more job may be made with the token.
+
+        `held` is the number of jobs in the store whose names the token allows, whichever token they were made with.
+        """
         if self.jobs is not None and held >= self.jobs:
             raise BudgetExceededError(
                 f"the quota of token {token}, jobs = {self.jobs}, is used up: there are {held} jobs that the token "
@@ -80,7 +84,7 @@ class TokenQuota(BaseModel):
             )
 
     def check_readers(self, token: str, held: int) -> None:
-        """Raise BudgetExceededError unless one more reader may be opened with the token, which has `held` already."""
+        """Raise BudgetExceededError unless one more reader may be opened with the token, which has `held` readers."""
         if self.readers is not None and held >= self.readers:
             raise BudgetExceededError(
                 f"the quota of token {token}, readers = {self.readers}, is used up: {held} readers are open; close "
@@ -92,7 +96,7 @@ NO_TOKEN_QUOTA = TokenQuota()
 
 
 class QuotasSection(BaseModel):
-    """The section `quotas` of the configuration."""
+    """The section `quotas` of the configuration: the default limits, and those of jobs and tokens by pattern."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -109,7 +113,7 @@ class Quotas:
         self.of = lru_cache(_CACHED_JOBS)(self._find)
 
     def replace(self, section: QuotasSection) -> None:
-        """Use other limits from now on.
+        """Use the limits of a section that was read again from now on.
 
         A job or a token keeps what it has already, even if that exceeds the new limits.
         """

@@ -69,7 +69,8 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
     Raises:
         ConfigError: see CertificateFiles.read.
     """
-    # The fingerprints are taken before the files are read, so that a change in between is seen at the next connection.
+    # The fingerprints of the certificate files are taken before the files are read. So if a file changes between the
+    # two, the next connection finds a changed fingerprint and reads the files again.
     seen = files.fingerprints()
     return grpc.dynamic_ssl_server_credentials(
         files.read(),
@@ -98,8 +99,8 @@ class HttpsContext:
                     self._files.read()
                     self._context, self._seen = self._load(), now
                 except (ConfigError, OSError):
-                    # `_Reload` logs the reason when a gRPC client connects. The files are read again at the next
-                    # connection, when they may be complete.
+                    # The error is logged for debugging only, because `_Reload` logs its reason when a gRPC client
+                    # connects. The certificate files are read again at the next connection, when they may be complete.
                     log.debug("changed certificates cannot be used for HTTPS yet", exc_info=True)
             return self._context
 
@@ -113,7 +114,7 @@ class HttpsContext:
 
 
 class _Reload:
-    """A callable that returns the configuration of changed files, or None if they did not change.
+    """A callable that returns the new configuration if the certificate files have changed, or else None.
 
     gRPC calls it before each handshake, on one of its own threads.
     """
@@ -121,7 +122,8 @@ class _Reload:
     def __init__(self, files: CertificateFiles, seen: tuple[Fingerprint | None, ...]) -> None:
         self._files = files
         self._seen = seen
-        # The message logged last about changed files that cannot be used, so that it is logged once.
+        # The last logged message about changed certificate files that cannot be used, so that each message is logged
+        # once.
         self._problem = ""
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
@@ -131,7 +133,8 @@ class _Reload:
         try:
             changed = self._files.read()
         except ConfigError as error:
-            # `_seen` stays as it is, so the files are read again at the next connection, when they may be complete.
+            # `_seen` keeps the fingerprints from before the change, so the certificate files are read again at the next
+            # connection, when they may be complete.
             if self._problem != (problem := str(error)):
                 log.error("changed certificates cannot be used, the ones before stay in use: %s", problem)
                 self._problem = problem

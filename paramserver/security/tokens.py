@@ -32,14 +32,14 @@ from paramserver.security.principals import Principal, Role
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
-# The seconds between two looks of the daemon for changes of the file.
+# The daemon checks at this interval of seconds whether the token file has changed.
 FOLLOW_SECONDS = 1.0
 
 _HEADER = "# Who may use the store: `paramserver tokens`. Tokens are kept as hashes only.\n"
 
 
 class TokenEntry(BaseModel):
-    """One token of the file."""
+    """One entry of the token file: a token's hash, name, rights and expiry date."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,7 +47,7 @@ class TokenEntry(BaseModel):
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     role: Role
     jobs: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    # True if the token, of role job, may also delete its jobs.
+    # Whether a token of role job may also delete the jobs that it names.
     delete: bool = False
     expires: AwareDatetime | None = None
 
@@ -75,7 +75,8 @@ class TokenEntry(BaseModel):
         """Return the entry in the form that it has in the file."""
         lines = ["[[token]]", f'name = "{self.name}"', f'sha256 = "{self.sha256}"', f'role = "{self.role}"']
         if self.jobs:
-            # A printable string is written the same in JSON and in TOML.
+            # The names are printable strings, which JSON and TOML write in the same way. So the JSON list is valid
+            # TOML, too.
             lines.append(f"jobs = {json.dumps(self.jobs, ensure_ascii=False)}")
         if self.delete:
             lines.append("delete = true")
@@ -128,18 +129,19 @@ def _entry(path: Path, number: int, table: object) -> TokenEntry:
         raise ConfigError(f"token_file: {path}, token {number}: {field}: {detail['msg']}") from error
 
 
-# The daemon uses what follows.
+# The daemon uses the following class, and operators' commands do not.
 
 
 class TokenFile:
-    """The tokens that are valid now. The task in `follow` loads the file again when it changes."""
+    """The tokens that are valid now, which the gate looks up. `follow` loads the file again when it changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. It raises ConfigError like `read_entries`."""
         self._path = path
-        # The fingerprint is taken before the file is read, so that a change in between is seen by the first look.
+        # The fingerprint is taken before the token file is read. So if the file changes between the two, the first call
+        # of `_look` finds a changed fingerprint and reads the file again.
         self._seen = fingerprint(path)
-        # The message logged last about a changed file that cannot be used, so that it is logged once.
+        # The last logged message about a changed token file that cannot be used, so that each message is logged once.
         self._problem = ""
         self._entries = {entry.sha256: entry for entry in read_entries(path)}
 
@@ -158,8 +160,9 @@ class TokenFile:
         try:
             entries = read_entries(self._path)
         except ConfigError as error:
-            # `_seen` stays as it is, so the file is read again at the next look. Otherwise a removed token would stay
-            # valid for good if the file could not be read for a moment.
+            # `_seen` keeps the fingerprint from before the change, so the next call of `_look` reads the token file
+            # again. If `_seen` changed now, a file that cannot be read for a moment would not be read again, and a
+            # token that was removed would stay valid.
             if self._problem != (problem := str(error)):
                 log.error("the changed token file cannot be used, the tokens before stay in use: %s", problem)
                 self._problem = problem
@@ -169,7 +172,7 @@ class TokenFile:
         log.info("the token file has changed: %d tokens are in use", len(entries))
 
 
-# The operator's commands use what follows.
+# The operators' commands use the following functions, and the daemon does not.
 
 
 def add_token(
@@ -183,7 +186,7 @@ def add_token(
 ) -> str:
     """Add a new token to a file, which is made (mode 0600) if it does not exist, and return the token.
 
-    The token is stored nowhere. Its holder may use `jobs` (names or patterns), and delete them with `delete`.
+    The token is stored nowhere. Its holder may use `jobs` (names or patterns). With `delete` it may also delete them.
 
     Raises:
         ConfigError: the name is taken or not allowed, or the file cannot be used.

@@ -23,16 +23,22 @@ OnSession = Callable[[Session, Context], None]
 
 
 class Access:
-    """The checks of all rights."""
+    """The checks whether a caller has a right, one for each right that a method can declare."""
 
     def __init__(self, gate: Gate, sessions: Sessions, on_session: OnSession | None = None) -> None:
-        """Make the checks. `on_session` is called with each session whose call is admitted, and with that call."""
+        """Make the checks, which look tokens up in `gate` and sessions in `sessions`.
+
+        `on_session` is called for each admitted call of a session, with the session and gRPC's context of the call.
+        """
         self._gate = gate
         self._sessions = sessions
         self._on_session = on_session
 
     def admission(self, right: Right) -> Admit:
-        """Return the check of a right, which raises RefusedError or NotFoundError if the caller lacks the right."""
+        """Return the function that checks whether a call has a right.
+
+        The function raises RefusedError or NotFoundError if the caller lacks the right.
+        """
         match right:
             case Right.NOTHING:
                 return _admit_everyone

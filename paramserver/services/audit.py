@@ -20,13 +20,13 @@ from storage.base.errors import StorageError
 
 ResultT = TypeVar("ResultT")
 
-# The most characters of an argument, or of the result, in the record. A name of more than 1024 bytes is refused by the
-# call.
+# The most characters of a call's argument, or of its result, in the audit record. Names fit, because the daemon refuses
+# a call with a name of more than 1024 bytes.
 MAX_TEXT = 1024
 
 
 class Audit:
-    """The audit of one daemon."""
+    """The object that records each call which destroys or stops something, in an audit log and as an event."""
 
     def __init__(self, of_operators: AuditLog, of_jobs: AuditLog, events: EventLog) -> None:
         """Make the audit.

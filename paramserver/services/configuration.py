@@ -18,14 +18,14 @@ from storage.base.errors import BudgetExceededError, ConflictError
 log = logging.getLogger(__name__)
 
 _BUDGETS = ("host_budget", "nvme_budget")
-# The keys whose new values are used without a restart.
+# The configuration keys whose new values a reload brings into effect without a restart of the daemon.
 _QUOTAS = "quotas"
 _LENDING = ("lend_budget", "lend_per_borrower")
 _LIVE = (_QUOTAS, *_LENDING)
 
 
 class Configuration:
-    """The present configuration. Only the quotas and what is lent can change while the daemon runs."""
+    """The present configuration. While the daemon runs, only the quotas and the memory that it lends can change."""
 
     def __init__(
         self,
@@ -35,21 +35,21 @@ class Configuration:
         check: Callable[[DaemonConfig], None],
         lend: Callable[[DaemonConfig], None],
     ) -> None:
-        """Begin with the configuration of the start.
+        """Keep the configuration with which the daemon has started, until `reload` changes it.
 
         Args:
             config: the configuration of the start.
-            read_again: reads it again from the same file, flags and variables; raises ConfigError.
+            read_again: reads the configuration again from the same file, flags and variables; raises ConfigError.
             quotas: the object that gets the quotas of each configuration that is read.
-            check: checks that a daemon with this configuration could carry the jobs that there are now; raises
-                BudgetExceededError.
-            lend: lends as a configuration says from now on.
+            check: checks that a daemon with the given configuration could carry the jobs that are in the store now;
+                raises BudgetExceededError.
+            lend: changes how much memory the daemon lends to what the given configuration says.
         """
         self.present = config
         self._read_again = read_again
         self._quotas = quotas
-        # A call holds this lock from the reading of a configuration until it is in effect. So if two calls run at once,
-        # the configuration that was read last stays in effect.
+        # A reload holds this lock from the reading of the configuration until it is in effect. So if two reloads run at
+        # once, the configuration that was read last stays in effect.
         self._reloading = asyncio.Lock()
         self._check = check
         self._lend = lend
@@ -72,8 +72,9 @@ class Configuration:
         changed = [key for key in DaemonConfig.model_fields if getattr(config, key) != getattr(self.present, key)]
         waiting = [key for key in changed if key not in _LIVE]
         try:
-            # A daemon that was started with too small a budget would not serve, or would refuse the ranks that attach
-            # again, so operators learn of it before the restart.
+            # The new budgets are checked during the reload, although they come into effect at a restart. A daemon with
+            # too small a budget would not start, or would refuse the ranks that attach again, so the operator gets the
+            # error before the restart.
             if any(key in changed for key in _BUDGETS):
                 self._check(config)
         except BudgetExceededError as error:

@@ -1,7 +1,7 @@
 """The methods of StoreAdmin that change a running store: verify, evict, promote, roll back, drain, reload.
 
-This module owns nothing. It must never touch a job that has sessions attached, except for its copies in host memory
-that are not in use. A method that destroys or stops something does its work inside of `Audit.call`.
+This module owns nothing. It must never touch a job that has sessions attached, except that it may evict the job's host
+copies that are not in use. A method that destroys or stops something does its work inside of `Audit.call`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from storage.base.errors import DamagedBlockError, InvalidRequestError, NotFound
 from storage.engine import Engine
 from storage.state.versions import Job
 
-# A verification sends its progress after this time, or once it has found this much damage.
+# A running verification sends the operator its progress after VERIFY_INTERVAL_SECONDS, or earlier if it has found
+# MAX_DAMAGE_OF_A_MESSAGE damaged blocks.
 VERIFY_INTERVAL_SECONDS = 0.2
 MAX_DAMAGE_OF_A_MESSAGE = 100
-# The most parameters that are named for one damaged block. Names have at most 1024 bytes, and clients receive at most
-# 4 MiB in a message.
+# The most parameters that a verification names for one damaged block, so that a message stays below the 4 MiB that
+# clients receive. Names have at most 1024 bytes.
 MAX_FQNS_OF_A_BLOCK = 16
-# The most characters of a follower's text that are kept.
+# The most characters that the daemon keeps of the text in which a follower reports why its holder gets no steps.
 MOST_PROBLEM_CHARACTERS = 500
 # The most jobs that the text of an error names.
 MOST_JOBS_OF_AN_ERROR = 20
@@ -43,9 +44,9 @@ MOST_JOBS_OF_AN_ERROR = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
-    """The parts of a daemon that the methods of StoreAdmin show and change."""
+    """The objects of a daemon that the methods of StoreAdmin use, for example the engine and the sessions."""
 
-    # The build of the code that this daemon runs, as paramserver.build.read_build gave it at the start.
+    # The digest of the code that this daemon runs, as paramserver.build.read_build gave it at the daemon's start.
     build: str
     engine: Engine
     sessions: Sessions
@@ -55,13 +56,13 @@ class AdminParts:
     events: EventLog
     audit: Audit
     drain: Drain
-    # Tells all who ask whether the daemon accepts sessions.
+    # A function that sets what the health service answers: whether the daemon accepts new sessions.
     tell_ready: Callable[[bool], Awaitable[None]]
     configuration: Configuration
 
 
 class Operations:
-    """The methods; store_admin.proto says what each of them does. StoreAdmin inherits them."""
+    """The methods that change a running store; store_admin.proto says what each does. StoreAdmin inherits them."""
 
     def __init__(self, parts: AdminParts) -> None:
         self._engine = parts.engine
@@ -88,7 +89,8 @@ class Operations:
                 if loop.time() >= sent_at + VERIFY_INTERVAL_SECONDS or len(found) == MAX_DAMAGE_OF_A_MESSAGE:
                     yield progress
                     sent_at, found = loop.time(), []
-        # The last message has the damage that was found since the message before it, and the final numbers.
+        # The last message of a verification has the damage found since the message before, and the verification's
+        # totals.
         progress = admin_pb.VerifyResponse(
             verified_bytes=progress.verified_bytes, total_bytes=progress.total_bytes, damage=found
         )
@@ -225,7 +227,7 @@ class Operations:
         """Check that there is a job of a name, or a kept step of it.
 
         Raises:
-            NotFoundError: there is neither. The text lists the jobs that there are, for the operator.
+            NotFoundError: there is no job and no kept step of that name. The text lists the known jobs for operators.
         """
         if convert.name(name, "job") not in self._engine.jobs.by_name and not self._engine.jobs.kept_steps(name):
             raise self.unknown_job(name, principal)
@@ -234,7 +236,7 @@ class Operations:
         """Return the job of a name.
 
         Raises:
-            NotFoundError: there is no such job. The text lists the jobs that there are, for the operator.
+            NotFoundError: there is no such job. The text lists the known jobs.
         """
         convert.name(name, "job")
         if name not in self._engine.jobs.by_name:
@@ -244,7 +246,8 @@ class Operations:
     def unknown_job(self, name: str, principal: Principal | None = None) -> NotFoundError:
         """Return the error for a caller who names a job that is not there.
 
-        Its text lists jobs that are, unless the principal is no operator, because only operators may learn those.
+        The text lists known jobs only for an operator, because no other caller may learn their names. Without a
+        principal, the caller is an operator.
         """
         if principal is not None and principal.role is not Role.ADMIN:
             return NotFoundError(f"there is no job {name!r}")

@@ -60,7 +60,8 @@ class ParameterStore:
         self._quotas = quotas
         self._traces = traces
         self._grants = sessions.grants
-        # The number of calls that are opening each job. The engine may not have such a job yet.
+        # The number of OpenJob calls under way for each job. A job that is being opened counts in its token's quota,
+        # although the engine may not have it yet.
         self._opening: Counter[str] = Counter()
         self._readers = Readers(engine, sessions, quotas)
 
@@ -74,10 +75,11 @@ class ParameterStore:
         if request.resume not in (pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST):
             raise InvalidRequestError(f"resume has the value {request.resume}; allowed are AUTO, NEVER and MUST")
         run_id = convert.name(request.run_id, "run_id")
-        # A thread converts the job, because that takes tenths of a second for a large model, and all other clients
-        # would wait for the event loop meanwhile.
+        # A thread converts the request to the job's description. That takes tenths of a second for a large model, and
+        # on the event loop all other clients would wait meanwhile.
         spec = await asyncio.to_thread(convert.job_spec, request)
-        # The session may have ended, and the token may have been withdrawn, while the thread worked.
+        # While the thread converted the job, the session may have ended and the token may have been withdrawn, so both
+        # are checked again.
         session = self._access.session(request.session_id, context)
         self._check_jobs(session.owner, spec.name)
         self._opening[spec.name] += 1
@@ -106,8 +108,8 @@ class ParameterStore:
     def _check_jobs(self, owner: Principal, name: str) -> None:
         """If the job is new, check that the token's quota allows one more job.
 
-        A job that its ranks left without a commit counts no more, and is new again. A token without the right to delete
-        could not make room otherwise.
+        A job that its ranks left without a commit does not count any more, and is new again. If it counted, a token
+        without the right to delete jobs could not make room for another one.
 
         Raises:
             BudgetExceededError: the token has as many jobs as its quota allows.
@@ -140,9 +142,11 @@ class ParameterStore:
             (want.slab.group, convert.kind(want.slab.kind), convert.position(want.position, "wants.position"))
             async for want in in_slices(convert.batch(request.wants, "wants"))
         ]
-        # The session may have ended meanwhile, and nothing would remove its window.
+        # The session may have ended while its wants were converted. If the engine got a window of an ended session, the
+        # window would never leave it, so the session is checked again.
         self._sessions.get(session.session_id)
-        # The session does not read slabs from host memory that are on its device.
+        # Slabs with a copy on the session's device are left out of the window, because the session reads them there and
+        # they need not be prefetched into host memory.
         copies = self._grants.device_copies
         wants = [want for want in wants if not copies.has(session, job, want[0], want[1])]
         self._engine.pins.prefetch(session.session_id, job, wants)
@@ -157,8 +161,8 @@ class ParameterStore:
             async for want in in_slices(convert.batch(request.wants, "wants")):
                 granted.append(await self._acquire(session, want))
         except BaseException:
-            # No cancellation ends this half-way, because the client has not learned the leases' numbers and could not
-            # return them itself.
+            # A failed AcquireLeases releases the leases that it has granted so far, and a cancellation does not stop
+            # that. The client has not received the numbers of these leases, so it could not release them itself.
             await finished(self._release_all(session, granted))
             raise
         return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
@@ -169,7 +173,8 @@ class ParameterStore:
                 if lease.lease_id in session.device_leases:
                     self._grants.device_copies.release(session, lease)
             elif lease.parkable is not None and lease.recalls:
-                # The client knows this lease, and has parked what it is for.
+                # This lease of a gradient or an activation is older than the failed call, which has only recalled its
+                # bytes. So the lease is not released: the bytes are parked again.
                 self._engine.gradients.park(lease.parkable)
             elif not lease.void:
                 await self._grants.release(session, lease, publish=False, next_use=NEVER)
@@ -189,7 +194,8 @@ class ParameterStore:
                 self._grants.device_copies.release(session, on_device)
                 continue
             lease = session.lease(release.lease_id)
-            # No cancellation ends a publication half-way, because the lease is gone already.
+            # A publication is finished even if the call is cancelled, because the lease has ended by then and the
+            # client could not repeat the release.
             await finished(
                 self._grants.release(session, lease, publish=release.publish, next_use=next_use, is_kept=release.kept)
             )
@@ -205,7 +211,8 @@ class ParameterStore:
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
     async def Read(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
-        # rpc/checked_server.py has checked the token only, because the stream's first message names the session.
+        # This method gets no session: rpc/checked_server.py has checked the token only, because the session is named in
+        # the stream's first message. `ReadWrite` checks the caller's right to that session.
         await self._streams.read(lambda session_id: self._access.session(session_id, context), context)
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
@@ -235,7 +242,8 @@ class ParameterStore:
     ) -> pb.WithdrawUpdatesResponse:
         step = convert.step(request.step, "step")
         for group in convert.batch(request.groups, "groups"):
-            # This is finished even if the client goes, because no client could go on from a half-undone update.
+            # The withdrawal of an early update is finished even if the client goes, because no rank could go on from an
+            # update that is half undone.
             await finished(self._grants.withdraw(session, step, group))
         return pb.WithdrawUpdatesResponse()
 
@@ -264,13 +272,15 @@ class ParameterStore:
     @needs(Right.SESSION)
     async def AmendStep(self, request: pb.AmendStepRequest, session: ClientSession) -> pb.AmendStepResponse:
         step, state = convert.step(request.step, "step"), convert.client_state(request.client_state)
-        # This is finished even if the client goes, so that memory and catalog have the same state.
+        # The change of a client state is finished even if the client goes, so that memory and catalog have the same
+        # client state.
         await finished(self._sessions.amend(session, step, state))
         return pb.AmendStepResponse()
 
     @needs(Right.SESSION)
     async def RollBack(self, request: pb.RollBackRequest, session: ClientSession) -> pb.RollBackResponse:
-        # This is finished even if the client goes, because a half-done roll-back would be a state of no step at all.
+        # A roll-back is finished even if the client goes, because a job that is half rolled back would have bytes of
+        # two steps.
         await finished(self._sessions.roll_back(session, convert.step(request.step, "step")))
         return pb.RollBackResponse()
 
@@ -348,7 +358,8 @@ class ParameterStore:
     @needs(Right.SESSION)
     async def CollectSpans(self, request: pb.CollectSpansRequest, session: ClientSession) -> pb.CollectSpansResponse:
         job = await session.job()
-        # The session may have ended meanwhile, and nothing would end its collection.
+        # The session may have ended while this call waited for the job. The collection of spans of an ended session
+        # would never be removed, so the session is checked again.
         self._sessions.get(session.session_id)
         return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
 

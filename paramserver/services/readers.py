@@ -31,13 +31,14 @@ from storage.state.versions import Job
 
 
 class Readers:
-    """The calls of ParameterStore that need no run of a job."""
+    """The methods of ParameterStore for clients that read stored jobs. Such a client needs no run of a job."""
 
     def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas) -> None:
         self._engine = engine
         self._sessions = sessions
         self._quotas = quotas
-        # The number of readers that are being opened, by job and by principal.
+        # The number of readers that are being opened, by job and by principal, so that quotas count them before they
+        # are open.
         self._opening: Counter[str | Principal] = Counter()
 
     async def open(self, session: Session, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
@@ -68,10 +69,10 @@ class Readers:
         )
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest, *, newest: bool = False) -> Job:
-        """Return the job in the layout that the request names, or the kept step.
+        """Return the job in the layout that the request names, or the kept step that it names.
 
-        If it names none, return the layout of the newest settled step, or else, or with `newest`, the newest committed
-        one.
+        If the request names neither, return the job in the layout of the newest settled step. With `newest`, or if no
+        step is settled, return it in the layout of the newest committed step.
 
         Raises:
             InvalidRequestError: the request names a kept step, and a layout or another step as well.
@@ -118,7 +119,7 @@ class Readers:
         )
 
     async def _acquire_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
-        """Lease ranges that lie one behind the other in the arena."""
+        """Lease several ranges of one reader's step together; in the arena their bytes lie one behind the other."""
         reader_id = sources[0].reader_id
         reader = session.reader(reader_id)
         ranges = []
@@ -157,8 +158,8 @@ class Readers:
     async def watch(self, session: Session, request: pb.WatchJobRequest) -> AsyncIterator[pb.WatchJobResponse]:
         """Yield the newest settled step now, and each later one when it is settled.
 
-        If the request asks for unsettled ones, yield the newest committed step of this store in the same way. A client
-        that is slow to take a step gets the newest one next, not each one between them.
+        If the request asks for unsettled steps, yield the newest committed step of this store in the same way. A client
+        that is slow to take a step gets the newest one next, not each step between the two.
 
         Raises:
             NotFoundError: there is no such job, it was deleted, or the session has ended.
@@ -167,8 +168,8 @@ class Readers:
         job = self._engine.jobs.job(name)
         last: tuple[int, float] | None = None
         while True:
-            # The event is taken before the newest step is read, so that this loop misses no commit while the client
-            # takes the step from the stream.
+            # The job's event of the next commit is taken before the job's newest step is read. So a commit that happens
+            # while the client takes a step from the stream sets this event, and WatchJob does not miss it.
             changed = job.changed
             shown = job if unsettled else self._engine.jobs.settled_layout(name)
             step = shown.newest if unsettled else shown.settled_step
@@ -182,7 +183,8 @@ class Readers:
             current = self._engine.jobs.by_name.get(name)
             if current is None or (current is not job and job.newest is not None):
                 raise NotFoundError(f"job {name!r} was deleted")
-            # A job without any commit is replaced by a new object when its next run opens it.
+            # When the next run opens a job without any commit, the engine replaces its job object. So the watch goes on
+            # with the object that the engine has now.
             job = current
 
 
@@ -222,7 +224,8 @@ def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
 def _wants_unsettled(session: Session, request: pb.OpenReaderRequest | pb.WatchJobRequest) -> bool:
     """Return whether a client wants the newest step of this store, although other nodes may lack it.
 
-    Clients of earlier releases get it without asking. Their followers copy each step before the trainers settle it.
+    Clients of earlier releases get that step without asking, because their followers copy each step before the trainers
+    settle it.
     """
     return request.unsettled or SETTLED_STEPS not in session.capabilities
 
@@ -249,7 +252,7 @@ def _describe_tensor(parameter: ParameterSpec, index: int, placed: Sequence[Plac
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the ascending ranges `[start, end)`, joined where they touch or overlap."""
+    """Yield ranges `[start, end)` in ascending order, with those that touch or overlap joined into one."""
     joined: tuple[int, int] | None = None
     for start, end in ranges:
         if joined is not None and start <= joined[1]:

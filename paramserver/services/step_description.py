@@ -16,7 +16,8 @@ from storage.base.slices import in_slices
 from storage.state.slab import Group
 from storage.steps.reader import StepReader
 
-# The most parameters of one message. A message with groups is sent once it has this many shards.
+# The most parameters in one message of a step's description. A message with groups is sent once it has this many
+# shards.
 PARAMETERS_A_MESSAGE = 1000
 SHARDS_A_MESSAGE = 4000
 

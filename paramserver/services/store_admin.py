@@ -32,8 +32,8 @@ from storage.state.slab import Slab
 from storage.state.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
-# The most events of one answer, which are all that the log can hold. It is also the number of events if the client does
-# not give one.
+# The most events in one answer of ListEvents, which are all that the event log can hold. An answer has DEFAULT_EVENTS
+# if the client gives no number.
 MAX_EVENTS = KEPT_OF_A_KIND * len(EventKind)
 DEFAULT_EVENTS = 100
 
@@ -42,7 +42,7 @@ class StoreAdmin(Operations):
     """The methods of StoreAdmin; store_admin.proto says what each of them does."""
 
     def __init__(self, parts: AdminParts) -> None:
-        """Make the methods of a daemon that starts now."""
+        """Make the service for a daemon that starts now; `parts` are the objects that its methods use."""
         super().__init__(parts)
         self._gate = parts.gate
         self._quotas = parts.quotas
@@ -63,7 +63,8 @@ class StoreAdmin(Operations):
         while True:
             yield self._view.tiers()
             await asyncio.sleep(interval)
-            # The check comes again each time, because the token may have been withdrawn since the last reading.
+            # The admin right is checked again before each reading that the stream sends, because the token may have
+            # been withdrawn since the last one.
             self._gate.require_admin(context)
 
     @needs(Right.ADMIN)
@@ -73,7 +74,8 @@ class StoreAdmin(Operations):
     @needs(Right.ADMIN)
     async def ListJobs(self, _: admin_pb.ListJobsRequest) -> admin_pb.ListJobsResponse:
         response = admin_pb.ListJobsResponse()
-        # The response is built job by job, because a copy of ten thousand at once would block the event loop for 20 ms.
+        # The list of jobs is filled job by job, with pauses. A copy of ten thousand jobs at once would block the event
+        # loop for 20 ms.
         async for job in self._view.jobs(self._view.job_names):
             response.jobs.append(job)
         return response
@@ -107,7 +109,8 @@ class StoreAdmin(Operations):
         convert.name(request.job, "job")
         if request.job not in self._engine.jobs.by_name and not self._engine.jobs.kept_steps(request.job):
             raise self.unknown_job(request.job, principal)
-        # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
+        # DeleteJob must not await anything between this check for attached ranks and the deletion, because a session
+        # could join the job meanwhile.
         if attached := self._sessions.attached(request.job):
             raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
         await self._engine.delete_job(request.job)
@@ -125,7 +128,8 @@ class StoreAdmin(Operations):
             raise self.unknown_job(name_of_job, principal)
         job = self._engine.jobs.settled_layout(name_of_job) if step is None else self._engine.jobs.job(name_of_job)
         limits = limits_of(self._quotas, principal, request.job)
-        # This is finished even if the client goes, because the client may then ask which steps are kept.
+        # The step is kept even if the client goes during the call. So a client that lists the kept steps later gets an
+        # answer that does not change afterwards.
         kept = await finished(
             self._engine.kept_steps.keep(job, step, name, note=note if request.note else "", limits=limits)
         )
@@ -148,7 +152,8 @@ class StoreAdmin(Operations):
         check_job(principal, request.job)
         name = convert.name(request.job, "job")
         sizes = await self._engine.kept_steps.sizes(name)
-        # The sizes were read before. A step that was kept or forgotten since then has no size here.
+        # The computation of the sizes has awaited. A step that was kept meanwhile has no size, and one that was
+        # forgotten is no longer kept, so both are left out of the answer.
         kept = sorted(
             (kept for key, kept in self._engine.jobs.kept_steps(name).items() if key in sizes),
             key=lambda kept: (kept.first_step, kept.spec.kept),
@@ -175,18 +180,21 @@ class StoreAdmin(Operations):
     async def WatchEvents(
         self, request: admin_pb.ListEventsRequest, context: Context
     ) -> AsyncIterator[admin_pb.ListEventsResponse]:
-        # A number that the client has from before a restart may be higher than any event of this daemon, so the stream
-        # would never send anything.
+        # A client may give the number of an event from before the daemon's restart, which may be higher than that of
+        # any event of this daemon. The stream would then send no event for a long time, so the number is lowered to
+        # that of the newest event.
         seen = min(request.after, self._events.newest_number)
         while True:
-            # The number is taken before the events are, so that no event is missed while the client takes them.
+            # The newest event's number is read before the events are. So an event that is added while the client takes
+            # the response has a higher number, and comes with the next response.
             newest = self._events.newest_number
             response = self._recent_events(request, seen)
             if response.events:
                 yield response
             seen = newest
             await self._events.wait_after(seen)
-            # The check comes again each time, because the token may have been withdrawn since the last event.
+            # The admin right is checked again before each response of the stream, because the token may have been
+            # withdrawn since the last event.
             self._gate.require_admin(context)
 
     def _recent_events(self, request: admin_pb.ListEventsRequest, after: int) -> admin_pb.ListEventsResponse:
@@ -240,7 +248,7 @@ def _describe_kept(kept: Job, size: KeptSize | None) -> admin_pb.KeptStep:
 def _shards_from(
     job: Job, start: PageStart, prefix: str, kinds: Sequence[Kind]
 ) -> Iterator[tuple[PageStart, Slab | None, Shard]]:
-    """Yield the shards of a job from a place on, by FQN, kind and offset, each with its place and its slab.
+    """Yield the shards of a job from `start` on, by FQN, kind and offset, each with its page start and its slab.
 
     The slab is None if the shard's group has no slab of that kind.
     """

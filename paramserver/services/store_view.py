@@ -36,7 +36,7 @@ from storage.tiers.lent import Loan
 
 
 class StoreView:
-    """The readings of one daemon. All methods are called on its event loop."""
+    """The object that reads figures of one daemon's store. All methods are called on its event loop."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class StoreView:
         return self._sessions.lost
 
     def tiers(self) -> admin_pb.GetTiersResponse:
-        """Return one reading of every tier."""
+        """Return the present figures of every tier: its used bytes, counters, problems and devices."""
         return admin_pb.GetTiersResponse(
             tiers=[self._describe_tier(tier) for tier in self._engine.tiers],
             epoch=self.epoch,
@@ -119,9 +119,10 @@ class StoreView:
             info.leased_bytes = engine.gpu.leased_bytes
             info.evictable_bytes = info.used_bytes - info.leased_bytes
         elif engine.remote is not None and tier is engine.remote:
-            # The fields of the record have the names of those of the message.
+            # The engine's record of a lender has fields of the same names as the message, so asdict() gives the
+            # message's fields.
             info.lenders.extend(admin_pb.TierInfo.Lender(**asdict(lender)) for lender in engine.remote.lenders)
-            # All that lies there are copies of versions on NVMe, which give way to others.
+            # The remote tier has only copies of versions that are on NVMe, too. So all its bytes can be evicted.
             info.evictable_bytes = info.used_bytes
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
@@ -157,7 +158,8 @@ class StoreView:
     async def prefetch(self) -> admin_pb.GetPrefetchResponse:
         """Return the fetch queue, and the window of each session."""
         queue, counters = self._engine.queue, self._engine.host.counters
-        # The engine knows the owner of a window by the id of its session. The session may have ended since.
+        # The prefetch queue knows the owner of a window only by its session's id, so the session is looked up for the
+        # client's name. If the session has ended, the window is described without a client.
         sessions = {session.session_id: session for session in self._sessions}
         windows = [
             _describe_window(queue.window(owner), sessions.get(owner)) async for owner in in_slices(queue.owners)
@@ -187,13 +189,15 @@ class StoreView:
         """Return the figures of a job, which is attached, or committed, or has kept steps."""
         kept = self._engine.jobs.kept_steps(name)
         if name not in self._engine.jobs.by_name:
-            # Only kept steps are left of the job, because none of its commits was durable before a restart.
+            # The store has kept steps of this job and no other state of it. The daemon was restarted, and no step that
+            # the job committed itself was durable. So the figures come from the description of a kept step.
             spec = next(iter(kept.values())).spec
             durability = convert.durability_to_wire(spec.durability)
             return admin_pb.JobInfo(name=name, world_size=spec.world_size, durability=durability, kept_steps=len(kept))
         job = self._engine.jobs.job(name)
         newest, durable = job.newest, max(job.durable, default=None)
-        # The sums are over all layouts, because the store has two of them while one replaces the other.
+        # The job's bytes are added up over all its layouts, because the store has two while a new layout replaces the
+        # former one.
         tallies = [layout.tally for layout in self._engine.jobs.layouts(name)]
         size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
         size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
@@ -216,10 +220,11 @@ class StoreView:
     async def leading_jobs(self, most: int) -> tuple[Sequence[admin_pb.JobInfo], int]:
         """Return the figures of at most `most` jobs, and the number of all jobs.
 
-        Those with sessions come first, then those with the newest commits.
+        Jobs with sessions come first, then those with the newest commits.
         """
         names = self.job_names
-        # Only the key of each job is computed here, because the figures of ten thousand jobs take a second.
+        # Only the sort key of each job is computed here, and the figures of the leading jobs later, because the figures
+        # of ten thousand jobs take a second.
         keys = [(self._rank(name), name) async for name in in_slices(names)]
         leading = [name for _, name in heapq.nlargest(most, keys, key=lambda found: found[0])]
         return [job async for job in self.jobs(leading)], len(names)

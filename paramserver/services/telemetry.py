@@ -1,8 +1,9 @@
 """The store's part of the traces that trainers take for an OpenTelemetry collector.
 
-A trainer names the span of its step in the metadata of its calls (W3C's `traceparent`). The spans of the engine that
-belong to its job, and that begin while that step is under way, become children of it. This module owns the sender of
-the spans, and which step of which job is traced. It must never send spans of a job whose trainer takes no trace.
+A trainer names the span of its step in the metadata of its calls (W3C's `traceparent`). The engine's spans that belong
+to the trainer's job, and that begin while that step is under way, become children of the step's span. This module owns
+the sender of the spans, and which step of which job is traced. It must never send spans of a job whose trainer takes no
+trace.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from paramserver.sessions.session import Session
 from storage.base.shard import LAYOUT_SEPARATOR
 from storage.base.tracing import Activity, Span
 
-# The most jobs whose steps are remembered, and the most steps of each job. Several steps are needed, because an
-# operation may end some steps after the one in which it began.
+# The most jobs of which the daemon remembers the trace's steps, and the most steps of each job. Several steps are
+# needed, because an operation of the engine may end some steps after the one in which it began.
 _MOST_JOBS = 256
 _MOST_STEPS = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Traced:
-    """The steps of one job, oldest first: the id of each one's trace, the time at which it began, and its span.
+    """The last steps of one job, oldest first: the id of each step's trace, its begin, and its span.
 
     The id is "" and the span None for steps without a trace. Times are those of time.monotonic().
 
@@ -58,12 +59,15 @@ class _Traced:
         return session_id in self.sessions
 
     def at(self, began: float) -> Parent | None:
-        """Return the span of the step that was under way at a time; None if it is not known, or had no trace."""
+        """Return the span of the step that was under way at a time; None if that step is not known, or had no trace."""
         return next((parent for _, since, parent in reversed(self.steps) if since <= began), None)
 
 
 class Telemetry:
-    """The sender of the engine's spans. `note_call` is called on the event loop, `note_span` on any thread."""
+    """The object that sends the engine's spans of traced steps to the collector, below the trainers' spans.
+
+    `note_call` is called on the event loop, `note_span` on any thread.
+    """
 
     def __init__(self, sender: SpanSender) -> None:
         self._sender = sender
@@ -71,7 +75,7 @@ class Telemetry:
         self._jobs: OrderedDict[str, _Traced] = OrderedDict()
 
     def note_call(self, session: Session, context: Context) -> None:
-        """Note to which step a rank's call belongs, if that step is traced."""
+        """Keep the trace that a rank's call names in its metadata, if the call is the first one of a step."""
         if session.run is None:
             return
         given = next((value for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
@@ -85,7 +89,8 @@ class Telemetry:
                 traced = self._jobs[name] = _Traced()
                 if len(self._jobs) > _MOST_JOBS:
                     self._jobs.popitem(last=False)
-            # The ranks of a step share its trace, so the spans are put below the rank whose call came first.
+            # All ranks send the same trace for a step. The first call of a rank for the step has a span, and the spans
+            # of the engine's operations become children of that one.
             trace_id = _trace_id(header)
             if traced.is_of_new_step(session.run.run_id, session.session_id, trace_id):
                 parent = self._sender.parent_of(header) if header else None
@@ -94,8 +99,9 @@ class Telemetry:
                 self._jobs.move_to_end(name)
 
     def note_span(self, span: Span) -> None:
-        """Send an operation that has ended, if the step in which it began is traced."""
-        # Background verification reads a job's bytes at any time, so its spans belong to no step.
+        """Send the span of an operation that has ended, if the step in which the operation began is traced."""
+        # The spans of the background verification (scrub) are not sent, because it reads a job's bytes at any time, so
+        # its spans belong to no step.
         if span.activity is Activity.SCRUB:
             return
         name = span.job.partition(LAYOUT_SEPARATOR)[0]

@@ -16,9 +16,10 @@ from storage.engine import Engine
 from storage.memory.parkable import Activation
 from storage.tiers.contract import Tier
 
-# The most spans that are kept for one session between two calls. They take a third of the largest message.
+# The most spans that the daemon keeps for one session between two calls of CollectSpans. They take a third of the
+# largest message.
 MAX_SPANS = 50_000
-# The most spans that are kept for all sessions together. They take some 30 MB.
+# The most spans that the daemon keeps for all sessions together. They take some 30 MB.
 MAX_SPANS_OF_ALL = 2 * MAX_SPANS
 
 
@@ -30,7 +31,10 @@ class _Collection:
 
 
 class Traces:
-    """The collections of all sessions. Methods are called on the event loop; spans may come from any thread."""
+    """The spans that wait for the sessions which collect them.
+
+    Its methods are called on the event loop; the engine's spans may come from any thread.
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -38,7 +42,9 @@ class Traces:
         self._listens = False
 
     def collect(self, session_id: str, job: str, *, ends: bool) -> pb.CollectSpansResponse:
-        """Return the spans of a job since the session's last call, or no spans at its first call.
+        """Return the spans of a job since the session's last call, and keep later spans for its next call.
+
+        The first call of a session returns no spans.
 
         Args:
             session_id: the session that collects.
@@ -68,7 +74,8 @@ class Traces:
         self._listens = bool(self._collections)
 
     def _on_span(self, span: Span) -> None:
-        # The loop uses a copy, because the event loop's thread may add or remove collections meanwhile.
+        # This method runs on the thread that ended the span. It iterates over a copy of the collections, because the
+        # event loop's thread may add or remove some meanwhile.
         collections = list(self._collections.values())
         is_room = sum(len(collection.spans) for collection in collections) < MAX_SPANS_OF_ALL
         for collection in collections:
@@ -81,7 +88,7 @@ class Traces:
 
 
 def read_counters(engine: Engine) -> pb.ReadCountersResponse:
-    """Return one reading of the tiers' counters, over all jobs."""
+    """Return the present values of the tiers' counters, such as bytes read, which count all jobs together."""
     return pb.ReadCountersResponse(
         tiers=[_counters(tier) for tier in engine.tiers],
         monotonic_seconds=time.monotonic(),

@@ -19,20 +19,25 @@ from paramserver.errors import StaleCallError
 from storage.base.errors import BudgetExceededError, InvalidRequestError
 from storage.base.waiting import unlogged
 
-# The most calls of a session of which the answers are not known to have arrived. A trainer has some hundreds.
+# The most numbered calls of a session that are under way, or whose answers the client has not confirmed yet. A trainer
+# has some hundreds. Further calls are refused.
 MOST_CALLS = 4096
 
 
 @dataclass(slots=True)
 class _Call:
-    """A numbered call, and the number of requests that wait for it."""
+    """The task that makes a numbered call, and how many requests wait for its answer."""
 
     task: asyncio.Task[Any]
     waiting: int = 0
 
 
 class Answers:
-    """The numbered calls of one session."""
+    """The calls of one session to which its client has given numbers, with their answers.
+
+    A client repeats a call with the same number after its connection broke. This table finds the call by the number, so
+    that the call is made only once, and the repetition gets its answer.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
@@ -42,16 +47,18 @@ class Answers:
         return len(self._calls)
 
     async def answer(self, mark: CallMark, newest_stream: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return what `work` returns, or what it has returned for an earlier request with the same number.
+        """Return the result of `work`; for a repeated request, the result that the first request's `work` has.
 
         Args:
-            mark: the mark of the call.
-            newest_stream: the number of the session's present stream.
-            work: makes the call.
+            mark: the number of the call, the stream over which it came, and the numbers of calls whose answers have
+                arrived at the client, so that their answers are forgotten now.
+            newest_stream: the number of the session's present stream. A new call from an earlier stream is refused.
+            work: makes the call. It is not used if a call with this number was begun before.
 
         Raises:
             StaleCallError: the request came over an earlier stream, and the call was not begun before.
-            InvalidRequestError, BudgetExceededError: the client breaks the rules of the marks.
+            InvalidRequestError, BudgetExceededError: the mark names too many answered calls, or the session has
+                MOST_CALLS other calls.
             Exception: the error that `work` raises, or has raised.
         """
         self._forget(mark.answered)
@@ -83,7 +90,7 @@ class Answers:
     def close(self) -> None:
         """Cancel the calls for which no request waits, and forget the answers, because the session has ended.
 
-        The other calls are cancelled when their last request goes.
+        A call for which requests wait is cancelled when the last of these requests is gone.
         """
         self._is_closed = True
         for call in self._calls.values():

@@ -6,8 +6,8 @@ moment the device may still write to memory whose lock is gone. A pidfd becomes 
 [Note: which process] The holder of a session's lock is the process that may write, however many sessions it has and
 whichever way it got the arena's descriptor. The lock is looked at before and after the pidfd is opened: if one process
 holds it both times, that process lived in between, so the pidfd is not that of a later process with the same id. The
-client that connects to the arena's socket would tell less, because sessions of one process share one mapping, and the
-file of `arena_file` has no socket. This module owns pidfds. It must never signal a process.
+process that connects to the arena's socket would tell less, because sessions of one process share one mapping, and a
+client that maps the file of `arena_file` uses no socket. This module owns pidfds. It must never signal a process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import select
 
 from storage.tiers.slots import ArenaSlot, Slots
 
-# The most pidfds at once. descriptors.py keeps that many descriptors free. A session beyond it has no pidfd; then only
-# the time counts, as for processes that are not visible here.
+# The most client processes that the daemon watches at a time, each by a pidfd; descriptors.py keeps as many descriptors
+# free. A client beyond that cannot be watched. So the arena ranges that its ended session leaves are freed
+# `late_copy_seconds` after the lock of its slot is gone, as for processes that the daemon does not see.
 MOST_PROCESSES = 32
 
 
 class ClientProcess:
-    """A process that holds, or held, the lock of a slot."""
+    """A client's process that holds, or held, the lock of its session's slot in the arena."""
 
     def __init__(self, pidfd: int, processes: ClientProcesses) -> None:
         self._pidfd = pidfd
@@ -43,10 +44,10 @@ class ClientProcess:
 
 
 class ClientProcesses:
-    """The processes that are known by a pidfd.
+    """The clients' processes of which the daemon holds a pidfd, so that it can see whether they have ended.
 
     Attributes:
-        count: how many there are.
+        count: the number of pidfds that are open.
     """
 
     def __init__(self, slots: Slots) -> None:

@@ -1,7 +1,7 @@
-"""The copies of steps of other stores: which run copies which step, and which copies another run can continue.
+"""The copies of steps from other stores into jobs of this one: which run copies which step, and which can be continued.
 
-This module owns the announcements of copies and their timers. It must never touch a job: runs.py does, and asks this
-module.
+This module owns the announcements of copies and their timers. It must never touch a job: runs.py opens and discards
+jobs, and asks this module.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from storage.base.errors import BudgetExceededError
 
 log = logging.getLogger(__name__)
 
-# An unfinished copy whose client was lost is discarded after this time, because it takes the room of a whole step.
+# If the client that copies a step into this store is lost, the unfinished copy is discarded after this many seconds,
+# because it takes the room of a whole step.
 UNFINISHED_SECONDS = 3600
-# The most copies that are announced or unfinished at a time.
+# The most jobs into which clients copy steps of other stores at the same time. A job counts from the announcement of
+# the copy until the copy is finished.
 MOST_COPIES = 1000
-# The most of them that were announced with one token, so that the holders of other tokens can announce some, too.
+# One token can announce at most this many of the MOST_COPIES, so that clients with other tokens can announce some, too.
 MOST_COPIES_OF_A_TOKEN = 250
 
 
 @dataclass(slots=True, eq=False)
 class AnnouncedCopy:
-    """An announced copy into a job.
+    """The announcement that a run copies a step of another store into a job of this one.
 
     Attributes:
         run_id: the run that copies.
         origin: names the step that is copied.
-        left: names the unfinished step that is there, and on which no run works; None: there is none.
+        left: names the unfinished step that an earlier run has left in the job, and on which no run works. None
+            if the job has no such step.
         token: the name of the token with which the copy was announced; "" for an operator.
-        timer: ends the copy. It is cancelled while a run has the job open.
+        timer: discards the announcement and the unfinished copy when their time is over. It is cancelled while a run
+            has the job open.
     """
 
     run_id: str
@@ -44,7 +48,7 @@ class AnnouncedCopy:
 
 
 class Copies:
-    """The newest copy into each job."""
+    """The table of the copies that were announced, with at most one for each job, the newest."""
 
     def __init__(self, on_expired: Callable[[str], Awaitable[None]]) -> None:
         """Make the table; `on_expired` is called with the job of an unfinished copy whose time is over."""
@@ -53,7 +57,7 @@ class Copies:
         self._ending: set[asyncio.Future[None]] = set()
 
     def begin(self, job: str, run_id: str, origin: str, token: str = "") -> bool:
-        """Announce a copy, and return whether an unfinished one of the same origin is there.
+        """Announce a copy into a job, and return whether an unfinished copy of the same origin is in that job.
 
         Raises:
             BudgetExceededError: MOST_COPIES other copies are announced, or MOST_COPIES_OF_A_TOKEN with this token.
@@ -91,9 +95,9 @@ class Copies:
         return copy.run_id == run_id and copy.left == copy.origin
 
     def opened(self, job: str, run_id: str) -> None:
-        """Note that a run has opened a job: it works on the unfinished step, or has discarded it.
+        """Note that a run has opened a job: the run works on the job's unfinished step, or has discarded it.
 
-        A run that is no copy ends the copy into its job.
+        If the run is not the announced one, the copy into its job is over.
         """
         if (copy := self.find(job, run_id)) is not None:
             copy.left = None
@@ -101,7 +105,7 @@ class Copies:
             self.end(job)
 
     def refused(self, job: str) -> None:
-        """Note that a run could not open a job: what a copy has left there stays for the rest of its time."""
+        """Note that a run could not open a job: the unfinished step of a copy stays in it for the rest of its time."""
         if (copy := self._copies.get(job)) is not None:
             copy.timer.cancel()
             copy.timer = asyncio.get_running_loop().call_at(copy.timer.when(), self._expire, job)

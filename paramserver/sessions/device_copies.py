@@ -20,18 +20,22 @@ from storage.state.versions import Job
 from storage.steps.pins import Pin
 from storage.tiers.gpu import DeviceRange
 
-# A client makes its memory smaller between two steps, and all its leases end within milliseconds then.
+# If a client makes the memory that it offers of its device smaller, `offer` waits for leases beyond the new size and
+# checks at this interval. Clients do so between two steps, when all their leases end within milliseconds.
 LOOK_AGAIN_SECONDS = 0.005
 
 
 class DeviceCopies:
-    """What Grants and the services do with the copies on the devices of sessions."""
+    """The leases on the copies of slabs in memory of sessions' devices, and the ranges for new copies.
+
+    Grants and the services call it when a client offers device memory, reads a slab or returns a lease.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def offer(self, session: Session, device: str, size_bytes: int) -> None:
-        """Set how much memory of its device a session offers, and wait until no lease lies beyond that.
+        """Set how much memory of its device a session offers, and wait until no lease lies beyond that size.
 
         Raises:
             NotFoundError: the session ended meanwhile.
@@ -65,25 +69,29 @@ class DeviceCopies:
         return leased
 
     def place(self, session: Session, pin: Pin, next_use: float) -> DeviceRange | None:
-        """Return a range in which a session may keep the bytes of a pin, which it is about to copy.
+        """Return a range of its device's memory in which a session may keep a copy of the slab that `pin` holds.
 
-        Return None if there is no such range.
+        Return None if the device has no room for the copy, or the bytes are not the newest of their slab.
         """
         slab = pin.slab
         if session.device is None:
             return None
         if slab.latest is None or pin.copy.step != slab.latest:
-            # The bytes are those of an earlier step, which the next use does not want any more.
+            # The pinned bytes are those of an earlier step, and the slab's next use needs its newest version. So the
+            # bytes get no room in the device's memory.
             return None
         return session.device.place(slab, slab.nbytes, next_use)
 
     def end_place(self, session: Session, slab: Slab, range_: DeviceRange, *, is_kept: bool) -> None:
-        """Take note whether a session has copied a slab's bytes to the range of `place`."""
+        """End the reservation of the range that `place` returned.
+
+        With `is_kept`, the session has copied the slab's bytes to the range, so later leases find them there.
+        """
         if session.device is not None:
             session.device.release(slab, range_, is_kept=is_kept)
 
     def release(self, session: Session, leased: DeviceLease) -> None:
-        """End a lease on a copy."""
+        """End a lease on a copy in device memory, which another copy may replace from now on."""
         del session.device_leases[leased.lease_id]
         if session.device is not None:
             session.device.release(leased.slab, leased.range_)

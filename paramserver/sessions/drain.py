@@ -26,7 +26,7 @@ class Waiting:
 
 
 class Drain:
-    """The state of the draining of one daemon."""
+    """The state of one daemon's draining: while it is on, the daemon refuses new sessions."""
 
     def __init__(self, engine: Engine, sessions: Sessions) -> None:
         """Make the state of a daemon that is not being drained."""
@@ -34,7 +34,7 @@ class Drain:
         self._sessions = sessions
         # The time at which the draining began, in seconds since 1970; None if the daemon is not being drained.
         self.since: float | None = None
-        # The newest committed step of each job at the time `since`.
+        # The newest committed step of each job when the draining began.
         self._committed: Mapping[str, int | None] = {}
 
     @property
@@ -81,7 +81,7 @@ class Drain:
         return self._uncommitted(session, run.job.result())
 
     def _uncommitted(self, session: Session, job: Job) -> str:
-        """Return a text about a rank's work under way; "" if its job has committed a step since `since`."""
+        """Return a text about a rank's work under way; "" if its job has committed a step since the draining began."""
         if job.newest is None:
             return "its job has no committed step yet"
         if job.newest != self._committed.get(job.spec.name):

@@ -32,12 +32,13 @@ from storage.steps.reader import StepReader
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
 
-# Without parked gradients, host memory has to have room for this many activations of each rank that are not parked.
+# A rank has to park its gradients if its share of host memory has no room for this many activations of the size that it
+# asks for.
 _ACTIVATIONS_AT_ONCE = 4
 
 
 class Grants:
-    """The one place that grants leases to sessions and ends them."""
+    """The object that grants leases to sessions and ends them; no other code does either."""
 
     def __init__(self, engine: Engine, host_quota: HostQuota) -> None:
         self._engine = engine
@@ -63,7 +64,8 @@ class Grants:
         session.require_run().check_whole()
         job = await session.job()
         as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
-        # A field that is wrong is refused before the grant, because the client would not learn the lease's number.
+        # The request's fields are checked before the lease is granted. After the grant, the error would reach a client
+        # that does not know the lease's number, and so could not release the lease.
         next_use = next_use_on_device(want)
         if next_use is not None and want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
             lease_id = next(self._lease_ids)
@@ -71,7 +73,8 @@ class Grants:
             if on_device is not None:
                 return on_device
         async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
-            # The job is looked up again, because a rank may have begun another layout of it during the wait.
+            # The session's job is looked up again, because a rank may have begun another layout of the job during the
+            # wait for room.
             job = await session.job()
             match want.mode, kind is Kind.GRAD:
                 case pb.LEASE_MODE_READ, False:
@@ -122,7 +125,8 @@ class Grants:
         shared = await self._shared_ranges.find(reader, wanted)
         if shared is None:
             async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
-                # Another session may have begun to read the same bytes during the wait for the quotas.
+                # Another session may have begun to read the same bytes while this one waited for the quotas, so the
+                # bytes are looked up again before they are read.
                 shared = await self._shared_ranges.find(reader, wanted)
                 if shared is None:
                     shared = await self._shared_ranges.load(reader, wanted, nbytes, fill)
@@ -186,21 +190,23 @@ class Grants:
         )
 
     def _check_room(self, session: Session, job: Job, nbytes: int, *, is_held: bool = False) -> None:
-        """Check that a rank may have so many more bytes of activations without parking them.
+        """Check that a rank may have `nbytes` more bytes of activations without parking them.
 
         Raises:
-            BudgetExceededError: it may not.
+            BudgetExceededError: the rank may not have them.
         """
         size = round_up(nbytes)
         admit = self._host_quota.admit_activation
         share = admit(session.owner, job, nbytes, parks=session.parks_gradients, is_held=is_held)
         if not is_held and not session.parks_gradients and (share is None or share < _ACTIVATIONS_AT_ONCE * size):
-            # A rank parks the gradients only that it leases from now on.
+            # The daemon asks a rank to park only those gradients that the rank leases from now on. So the parking
+            # begins only at a moment when the rank writes to no gradient.
             is_free = not any(lease.gradient is not None and lease.is_written for lease in session.leases.values())
             if is_free and (more := admit(session.owner, job, nbytes, parks=True)) is not None:
                 session.parks_gradients, share = True, more
         taken = self._engine.gradients.unparked_bytes(session.session_id)
-        # With more than half of it, the ranges of activations could leave no run of free bytes for other requests.
+        # If a rank uses several activations, they may take at most half of its share of host memory. More of them could
+        # leave no contiguous run of free bytes for other requests.
         if share is None or (taken and taken + size > share // 2):
             raise BudgetExceededError(
                 f"host_budget has no room for {shown_size(size)} of an activation of job {job.spec.name!r} beside "
@@ -212,7 +218,7 @@ class Grants:
         """Bring a parked gradient or activation back to the arena, and return its lease.
 
         Raises:
-            ConflictError: it is not parked.
+            ConflictError: the gradient or the activation is not parked.
             NotFoundError: the lease ended meanwhile.
         """
         parkable = lease.parkable
@@ -223,7 +229,8 @@ class Grants:
             await self._engine.gradients.recall(parkable)
             session.lease(lease.lease_id)
         except BaseException:
-            # The client does not know where the bytes are, so the gradient stays parked.
+            # After a failed recall, the client does not know where the bytes of the gradient or the activation are. So
+            # they are parked again, and the client can repeat the recall.
             lease.recall_failed = True
             self._engine.gradients.park(parkable)
             raise
@@ -285,19 +292,21 @@ class Grants:
     def _maps_arena(self, session: Session) -> bool:
         """Return whether the client's process maps the arena, or has done so."""
         if not session.maps_arena and session.slot is not None:
-            # A client locks its slot before it maps the arena.
+            # A client locks its slot of the arena before it maps the arena. So if the slot's lock is held, the client
+            # may have mapped the arena, and this counts as mapped.
             session.maps_arena = self._engine.host.arena.slots.is_held(session.slot)
         return session.maps_arena
 
     def _note_process(self, session: Session, lease: Lease) -> None:
-        """Find out which process may write to the lease's range, if it is not known yet."""
+        """Keep the process that may write to the lease's range in the session, for the quarantine at its end."""
         if (
             lease.mode.is_for_writing
             and session.registers_arena
             and session.process is None
             and session.slot is not None
         ):
-            # A client locks its slot before it maps the arena, so the process that may write is known from here on.
+            # A client locks its slot of the arena before it maps the arena. So the process that holds the slot's lock
+            # is the one that may write to the leased range.
             session.process = self._processes.holder(session.slot)
 
     def park(self, session: Session, lease_ids: Iterable[int]) -> None:
@@ -305,7 +314,7 @@ class Grants:
 
         Raises:
             NotFoundError: the session does not hold one of the leases. Nothing is parked then.
-            ConflictError: a lease is for neither. Nothing is parked then.
+            ConflictError: a lease is for neither a gradient nor an activation. Nothing is parked then.
         """
         leases = [session.lease(lease_id) for lease_id in lease_ids]
         parkables = [lease.parkable for lease in leases if lease.parkable is not None]
@@ -318,7 +327,7 @@ class Grants:
         for parkable in parkables:
             self._engine.gradients.park(parkable)
 
-    # These methods concern the updates that use leased gradients, and the end of leases.
+    # The following methods concern the updates that use leased gradients, and the end of leases.
 
     async def apply_gradients(self, session: Session, request: pb.ApplyGradientsRequest) -> None:
         """Begin the updates of a step that use the session's leased gradients.
@@ -367,7 +376,8 @@ class Grants:
                 kernel,
                 position=position,
                 keeps_gradient=True,
-                # The client's device computes, so the host has time for it.
+                # A client that registers the arena computes on its device, so the host has time to compute the early
+                # update during the backward pass. Its result goes to a shadow, beside the committed bytes.
                 aside=request.provisional and session.registers_arena,
             )
             if request.final:
@@ -387,7 +397,8 @@ class Grants:
         session.remove_lease(lease)
         self._engine.gradients.free_after(lease.update, lease.gradient)
         if lease.asks_to_park and not lease.update.done():
-            # The client touches it no more, and its update may wait for long.
+            # After the client has handed the gradient over, its update may wait for a long time. So the gradient is
+            # parked: the engine may spill it and free its host memory until the update needs it.
             self._engine.gradients.park(lease.gradient)
 
     async def withdraw(self, session: Session, step: int, group: str) -> None:
@@ -414,12 +425,13 @@ class Grants:
         Args:
             session: holds the lease.
             lease: the one that ends.
-            publish: the bytes that the client has written become the slab's version.
+            publish: whether the bytes that the client has written become the slab's version.
             next_use: the position in the trace where the client needs the slab next.
-            is_kept: the client has copied the bytes to the range of its device's memory that it was given for them.
+            is_kept: whether the client has copied the bytes to the range of its device's memory that it was given for
+                them.
 
         Raises:
-            InvalidRequestError: the bytes of such a lease cannot be published.
+            InvalidRequestError: `publish` is set, but the lease is neither for staging nor for a put.
             NotFoundError: the lease has ended already.
             StorageError: see SlabPins.publish and PendingSteps.put.
         """
@@ -427,7 +439,8 @@ class Grants:
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
-        # The lease may have ended since the caller looked it up: with its session, or with its reader.
+        # The lease may have ended since the caller looked it up, because its session or its reader ended.
+        # `session.lease` raises an error if so.
         session.lease(lease.lease_id)
         lease.void = True
         session.remove_lease(lease)
@@ -444,7 +457,7 @@ class Grants:
             self.release_range(lease, next_use)
 
     def release_range(self, lease: Lease, next_use: float) -> None:
-        """End a lease without publishing: free its range, or unpin its slab.
+        """End a lease, and publish nothing: free its range, or let the host cache evict its slab again.
 
         The range of a gradient is freed when the update that uses it is done.
         """

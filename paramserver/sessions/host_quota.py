@@ -27,12 +27,13 @@ from storage.jobs.admission import Limit
 from storage.state.versions import Job
 from storage.tiers.base import round_up
 
-# A waiting request looks again at this interval. Waking it would need a signal from every place that can make room, and
-# only the requests of jobs at their quota wait here.
+# A request that waits for room in the quotas of host memory checks at this interval whether there is room. Only
+# requests of jobs at their quota wait, and a signal would be needed from every place that can make room, so no signal
+# wakes the requests.
 LOOK_AGAIN_SECONDS = 0.02
-# A look that found no room is followed by a pause for all requests of its job, so many times as long as the look took,
-# and as often again for each further job with waiting requests. So all looks together take at most a twentieth of the
-# event loop's time, however many requests wait and however many leases their jobs have.
+# If a check of a job's quotas finds no room, all waiting requests of the job pause for this many times as long as the
+# check took, multiplied by the number of jobs that have waiting requests. So all checks together take at most a
+# twentieth of the event loop's time, however many requests wait and however many leases their jobs have.
 PAUSE_OF_A_LOOK = 19
 
 
@@ -51,15 +52,16 @@ def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
             covers=principal.allows,
             host_bytes=of_token.host_bytes,
             nvme_bytes=of_token.nvme_bytes,
-            # The bytes of a deleted job stay in the store while a reader of the token holds one of its steps. The
-            # token's quota must cover them, because the job with its own quota does not exist any more.
+            # If a job is deleted while a reader of the token holds one of its steps, the step's bytes stay in the
+            # store, and the job's own quota exists no more. So the token's quota counts the steps that its readers
+            # hold.
             counts_readers=True,
         ),
     ]
 
 
 class HostQuota:
-    """The quotas of host memory of all jobs and tokens."""
+    """The object that lets a lease wait until the host memory quotas of its job and token have room for it."""
 
     def __init__(self, quotas: Quotas, engine: Engine, leases_of: Callable[[str], Iterable[Lease]]) -> None:
         """Make the quotas of a daemon.
@@ -73,11 +75,12 @@ class HostQuota:
         self._engine = engine
         self._leases_of = leases_of
         self._being_granted: Counter[str] = Counter()
-        # The lock of each job that has waiting requests. A request holds it while it looks.
+        # The lock of each job that has waiting requests. A request holds the lock while it checks whether the quotas
+        # have room, and during the pause after that.
         self._looking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def must_park(self, principal: Principal, job: Job) -> bool:
-        """Return whether the gradients of a job are to be parked, because budget or quotas may not hold them all."""
+        """Return whether ranks must park gradients of a job, because budget or quotas may not have room for all."""
         return self._engine.admission.must_park(job, limits_of(self._quotas, principal, job.spec.name))
 
     def admit_activation(
@@ -123,7 +126,8 @@ class HostQuota:
         while True:
             before = loop.time()
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            # The time in which the event loop stood still does not count.
+            # If the event loop stood still, the request could not check for room in that time. So the time does not
+            # count as waiting, and the request's deadline moves by it.
             if (late := loop.time() - before - LOOK_AGAIN_SECONDS) > LATE_SECONDS:
                 deadline += late
             async with looking:
@@ -165,8 +169,8 @@ class HostQuota:
     def _covered(self, limit: Limit, job: Job) -> list[Job]:
         """Return the jobs that a limit covers, with `job` itself in the layout that its ranks use.
 
-        The engine's own list has each job in its newest committed layout, which may be another one. A reader's job may
-        be a kept step or an older layout, which no rank uses.
+        The engine's own list has each job in its newest committed layout, but the ranks may use a later layout. A
+        reader's job may be a kept step or an older layout, which no rank uses.
         """
         mine = job if job.spec.local_ranks else self._engine.jobs.by_name.get(job.spec.name, job)
         others = (

@@ -22,7 +22,7 @@ from storage.tiers.gpu import DeviceRange
 
 
 class LeaseMode(enum.Enum):
-    """The use of its range that a lease allows."""
+    """What a lease allows its session to do with the range, for example to read it."""
 
     READ = "read"
     """Read a slab."""
@@ -54,21 +54,21 @@ class Lease:
 
     Attributes:
         fixed_range: the range; None for a gradient or an activation, whose range changes.
-        group: the group of the slab or gradient. RANGE and ACTIVATION leases: what it is, for error texts.
+        group: the group of the slab or gradient. RANGE and ACTIVATION leases: what the range holds, for error texts.
         gradient: GRADIENT leases: the gradient, which may be parked or spilled.
         activation: ACTIVATION leases: the activation, which may be parked or spilled.
-        recalls: GRADIENT and ACTIVATION leases: how often the client has recalled it.
+        recalls: GRADIENT and ACTIVATION leases: how often the client has recalled the gradient or the activation.
         recall_failed: GRADIENT and ACTIVATION leases: whether the last recall has failed, so that the client may repeat
-            it.
+            the recall.
         asks_to_park: GRADIENT leases: whether the client is asked to park the gradient.
-        pin: READ and STAGE leases: keeps the slab's bytes in the arena. None: the range holds bytes that do not belong
-            to a slab, or not yet.
+        pin: READ and STAGE leases: the pin that keeps the slab's bytes in the arena. None if the range holds bytes
+            that do not belong to a slab, or not yet.
         slab: PUT leases: the slab whose bytes of `step` the range will become.
-        step: PUT and RANGE leases: the step of the bytes.
+        step: PUT and RANGE leases: the step to which the bytes belong.
         shared: RANGE leases: the range, which leases of other sessions may share.
         reader: RANGE leases: the reader whose step is read.
         dtype: RANGE leases: the type of the elements.
-        keep: READ leases: where the client may keep a copy in its device's memory.
+        keep: READ leases: the range of its device's memory in which the client may keep a copy of the bytes.
         update: GRADIENT leases: the update that uses the gradient, as long as the client may withdraw it.
         void: whether the lease has ended. The daemon then no longer touches the range on behalf of this lease.
     """
@@ -100,7 +100,7 @@ class Lease:
 
     @property
     def what(self) -> str:
-        """The gradient or the activation, in error texts."""
+        """A text that names the gradient or the activation of the lease in errors."""
         return f"the gradient of group {self.group!r}" if self.activation is None else self.group
 
     @property
@@ -142,9 +142,9 @@ class Lease:
 
     @property
     def exclusive_subject(self) -> Slab | str | None:
-        """The slab, or the name of the gradient's group, on which a session may hold only one such lease.
+        """The slab, or the name of the gradient's group, on which a session may hold only one lease of this mode.
 
-        It is None if a session may hold any number of leases of this mode.
+        The subject is None if a session may hold any number of leases of this mode.
         """
         if self.mode is LeaseMode.GRADIENT:
             return self.group

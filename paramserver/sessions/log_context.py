@@ -1,7 +1,7 @@
-"""The words about a session in each log line that is written during the session's work.
+"""The client's name, job and step that are added to each log line which is written during a session's work.
 
-This module owns nothing: structlog keeps the words with the present task, and with the tasks that it begins. It must
-never give the id of a session to the log, because a process that has the id can act as the client. The words give the
+This module owns nothing: structlog keeps these values with the present task, and with the tasks that it begins. It must
+never give the id of a session to the log, because a process that has the id can act as the client. Log lines have the
 client's name instead.
 """
 
@@ -17,13 +17,13 @@ from paramserver.sessions.session import Session
 
 
 def note_in_logs(session: Session) -> None:
-    """Give the words of a session to all log lines of the present call."""
+    """Add the session's client, job and step to all log lines of the present call."""
     bind_contextvars(**_words(session))
 
 
 @contextmanager
 def logged_for(session: Session) -> Iterator[None]:
-    """Give the words of a session to the log lines of a block that runs outside of the session's calls."""
+    """Add the session's client, job and step to the log lines of a block that runs outside of its calls."""
     with bound_contextvars(**_words(session)):
         yield
 

@@ -13,7 +13,8 @@ from paramserver.vocabulary import TIER_TO_WIRE
 from storage.engine import Engine
 from storage.tiers.contract import Tier
 
-# A request that has waited this long for room causes a notice. Shorter waits are ordinary.
+# If a request has waited this long for room in host memory, the daemon sends its clients a notice. Shorter waits are
+# ordinary.
 PRESSURE_SECONDS = 1.0
 
 Response = pb.SessionResponse
@@ -35,7 +36,7 @@ def describe_waits(engine: Engine) -> str:
 
 
 class NoticeBoard:
-    """The lasting troubles by tier. A tier that works well is not on the board."""
+    """The list of troubles that last, by tier, from which clients get notices. A tier that works well is not in it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -68,7 +69,8 @@ class NoticeBoard:
         backing = self._engine.backing
         if not backing.problems_of(tier):
             return None
-        # The notice does not say which versions are damaged, because their names would reveal other clients' jobs.
+        # A notice about damaged bytes goes to all sessions. So it does not name the damaged versions, because their
+        # names would reveal other clients' jobs.
         why = (
             "; ".join(backing.device_problems_of(tier))
             or "some of what it stores is damaged, or was not confirmed by its device"

@@ -5,12 +5,13 @@ lease is void. So the daemon uses the range for nothing else until the process h
 tests/integration/test_stopped_clients.py.
 
 The device of a process that has registered the arena writes on its own. If the process is killed, the kernel releases
-the lock before it closes the process's way to the device, and the driver may close that later still. So the ranges of
-such a process stay in quarantine until its lock is gone, the process has ended, and `late_copy_seconds` have passed; if
-the process cannot be watched, the time counts from the moment at which the lock is gone. A process that waits for its
-device before it leaves says so in its slot, and then the lock alone counts.
+the process's lock before it closes the process's descriptors of the device, and the driver may stop the device's copies
+later still. So the ranges of such a process stay in quarantine until its lock is gone, the process has ended, and
+`late_copy_seconds` have passed. If the process cannot be watched, the time counts from the moment at which the lock is
+gone. A process that waits for its device before it leaves says so in its slot, and its ranges are freed as soon as its
+lock is gone.
 
-This module owns those ranges. It must never free one while the process holds its slot.
+This module owns the ranges in quarantine. It must never free one while the client's process holds the lock of its slot.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ LOOK_SECONDS = 0.1
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """An ended slot with the ranges that its client may still write to.
+    """The slot of an ended session in the arena, with the ranges that its client may still write to.
 
     Attributes:
         registers_arena: whether the client's device may write to the ranges, too.
-        process: the client's process; None: it cannot be watched.
+        process: the client's process, or None if the daemon cannot watch it.
         quiet_since: when the lock and the process were first seen to be gone, on the event loop's clock.
     """
 
@@ -45,7 +46,7 @@ class Held:
 
 
 class Quarantine:
-    """The ranges that the daemon must not use again yet.
+    """The ranges of the arena that the daemon must not use again yet, because an ended session may write to them.
 
     While there are any, the quarantine looks from time to time whether the processes that hold the ended slots are
     gone, and frees the ranges of the processes that are gone.
@@ -68,19 +69,22 @@ class Quarantine:
         return sum(range_.nbytes for range_ in self.ranges)
 
     def hold(self, held: Held) -> None:
-        """Keep an ended slot and its ranges until nothing that the client has begun can write to them any more."""
+        """Keep the ranges of an ended session until neither its process nor its device can write to them any more."""
         self._held.append(held)
         self._look()
 
     def hold_too(self, held: Held, range_: ArenaRange) -> None:
-        """Add a range to those of an ended slot, or free it if they are free by now."""
+        """Keep one more range of an ended session whose slot `hold` got.
+
+        Free the range at once if nothing can write to the session's ranges any more.
+        """
         if held in self._held:
             held.ranges.append(range_)
         else:
             self._host.free(range_)
 
     def close(self) -> None:
-        """Stop looking, because the arena is about to be closed."""
+        """Stop watching the ended slots, because the arena is about to be closed."""
         if self._next_look is not None:
             self._next_look.cancel()
         for held in self._held:
@@ -108,7 +112,7 @@ class Quarantine:
             self._host.free(range_)
 
     def _is_over(self, held: Held, now: float) -> bool:
-        """Return whether nothing can write to the ranges any more for the client."""
+        """Return whether neither the client's process nor its device can write to the ranges any more."""
         slots = self._host.arena.slots
         if slots.is_held(held.slot):
             return False

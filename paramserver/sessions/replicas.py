@@ -17,8 +17,8 @@ from storage.base.errors import BudgetExceededError
 
 # The most holders of one job's replicas.
 MOST_HOLDERS = 16
-# The most commits whose times are remembered for one holder. After more than these, the lag in seconds is that of the
-# newest one that is remembered, or shorter.
+# The most commits that a holder of a replica has not copied yet and whose times are remembered for it. Later commits
+# are not remembered, so the holder's lag in seconds may be given too short while it catches up.
 MOST_COMMITS = 4096
 
 
@@ -28,10 +28,10 @@ class Replica:
 
     Attributes:
         holder: address of the daemon that holds it, for people.
-        step: the newest step that the holder has, as far as followers have told. None if none has told of a step.
-        sent_bytes: the bytes that the follower has sent there.
-        copy_seconds: how long the last step took.
-        problem: why the holder gets no steps now; "": it gets them.
+        step: the newest step that the holder has, as far as followers have reported. None if none has reported a step.
+        sent_bytes: the bytes that the follower has sent to the holder.
+        copy_seconds: how long the copying of the last step took.
+        problem: why the holder gets no steps now, or "" if it gets them.
         commits: the commits that the holder lacks, oldest first: number, and when it was made (time.monotonic).
     """
 
@@ -65,19 +65,20 @@ class Replica:
         while self.commits and step is not None and self.commits[0][0] <= step:
             self.commits.popleft()
         if newest is not None and self.lag_steps(newest) and not self.commits:
-            # The commit was made before the follower's first report, or was not remembered.
+            # The holder lacks the newest commit, whose time is not known: the commit was made before the follower's
+            # first report, or was not remembered. So the replica's lag in seconds counts from now.
             self.note_commit(newest)
 
 
 class Replicas:
-    """The replicas of all jobs, by job and holder."""
+    """The reports about the replicas of all jobs, one for each job and holder."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._of_jobs: dict[str, dict[str, Replica]] = {}
 
     def of_job(self, job: str) -> Iterator[Replica]:
-        """Yield the replicas of a job."""
+        """Yield the report about each replica of a job."""
         yield from self._of_jobs.get(job, {}).values()
 
     def report(
@@ -95,8 +96,8 @@ class Replicas:
         """Take note of what a follower reports; see Replica for the arguments.
 
         Args:
-            is_finishing: whether the follower's trainer is gone. Such a report is ignored if the holder is none of the
-                job's last run.
+            is_finishing: whether the follower's trainer is gone. The report is then ignored if no replica at this
+                holder is known, because another run has opened the job since, or the job was deleted.
 
         Raises:
             BudgetExceededError: the job has MOST_HOLDERS other replicas.
@@ -111,7 +112,8 @@ class Replicas:
             replica = replicas[holder] = Replica(holder=holder)
             self._events.add(EventKind.JOB, job, f"a follower keeps a replica of the job at {holder}")
         if step is None:
-            # A follower that was started again does not know yet which step the holder has, nor whether it gets more.
+            # The report has no step, because the follower was started again and does not know yet which step the holder
+            # has. So the last known step stays, and so does the last known problem if the report has none.
             step, problem = replica.step, problem or replica.problem
         if bool(problem) != bool(replica.problem):
             what = f"gets no steps: {problem}" if problem else f"gets steps again, and has step {step}"

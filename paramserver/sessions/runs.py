@@ -28,13 +28,13 @@ from storage.state.versions import Job, check_layout
 
 log = logging.getLogger(__name__)
 
-# The most jobs without a commit that are kept when their ranks have left them. They are kept for late ranks of their
-# runs, which come within minutes. Only a few are kept, because a job may describe 262,144 parameters.
+# The most jobs without a commit that the daemon keeps after all their ranks have gone. They are kept for late ranks of
+# their runs, which come within minutes. Only a few are kept, because a job may describe 262,144 parameters.
 MOST_EMPTY_JOBS = 16
 
 
 class Member(Protocol):
-    """A rank of a run, which is a session."""
+    """What a run needs of a session that is one of its ranks."""
 
     @property
     def client(self) -> str:
@@ -50,9 +50,10 @@ class Vote:
 
     Attributes:
         step: the step that they vote for.
-        done: gets True or False, whether the committed step is durable, or the error that ended the vote.
-        client_states: the state that each rank that has voted stores with the step, to find it when it resumes.
-        settled: the lowest `settled_step` of those ranks.
+        done: a future that gets whether the committed step is durable, or the error that ended the vote.
+        client_states: the state that each rank that has voted stores with the step, to find that state when the rank
+            resumes.
+        settled: the lowest `settled_step` of the ranks that have voted.
     """
 
     step: int
@@ -72,9 +73,9 @@ class Run(Generic[MemberT]):
         committing: the commit under way.
         registering: the registrations of groups under way, which end with the run.
         layout: the change to another layout of the job, once a rank has begun it.
-        first_step: the number of the first commit in that layout.
-        broken_by: the first rank that has gone; None: no rank has gone.
-        left_by: the first rank that has gone by closing its session, so that it does not come back; None: no rank has.
+        first_step: the number of the first commit in `layout`.
+        broken_by: the first rank that has gone, or None if no rank has gone.
+        left_by: the first rank that has closed its session, so that it does not come back. None if no rank has.
     """
 
     run_id: str
@@ -90,7 +91,7 @@ class Run(Generic[MemberT]):
     left_by: str | None = None
 
     def check_whole(self) -> None:
-        """Check that all ranks are still there.
+        """Check that no rank of the run has gone.
 
         Raises:
             StepAbortedError: a rank has gone.
@@ -99,22 +100,22 @@ class Run(Generic[MemberT]):
             raise _is_gone(self.broken_by)
 
     def check_can_begin_anew(self) -> None:
-        """Check that all ranks, whose sessions have ended, may come back.
+        """Check that the run can begin anew: all its ranks have gone, but none has closed its session.
 
         Raises:
-            StepAbortedError: a rank has left.
+            StepAbortedError: a rank has closed its session, so it does not come back.
         """
         if self.left_by is not None:
             raise _is_gone(self.left_by)
 
     def check_layout(self, job: Job) -> None:
-        """Check that this run can train the job as it is laid out now.
+        """Check that the job is cut into shards as this run has declared it, so that the run can train it.
 
         Raises:
-            ConflictError: the run cannot train it.
+            ConflictError: the number of ranks, a parameter or the durability differs.
         """
-        # The engine gives a job the parameters object of the run that it opens or lays out the job for. Where the two
-        # are the same object, the comparison of ten thousands of parameters at each step is left out.
+        # A run that opens its job, or begins a layout of it, shares its object of all parameters with the engine's job.
+        # If the two are the same object, the comparison of ten thousands of parameters at each step is left out.
         if job.spec.parameters is not self.spec.parameters:
             check_layout(job.spec, self.spec)
 
@@ -126,14 +127,15 @@ class Runs(Generic[MemberT]):
     jobs without a commit whose ranks have gone, only the newest MOST_EMPTY_JOBS are kept.
 
     Attributes:
-        replicas: how far the replicas of jobs in other daemons are.
+        replicas: the reports of how far the replicas of the jobs in other daemons are.
     """
 
     def __init__(self, engine: Engine, events: EventLog) -> None:
         self._engine = engine
         self._events = events
         self._runs: dict[str, Run[MemberT]] = {}
-        # The jobs whose ranks have left them without a commit, in the order in which their runs ended.
+        # The jobs without a commit that all ranks have left, in the order in which their runs ended, so that the oldest
+        # is forgotten first.
         self._empty: dict[str, None] = {}
         self._copies = Copies(self._end_copy)
         self.replicas = Replicas(events)
@@ -212,9 +214,9 @@ class Runs(Generic[MemberT]):
     ) -> Run[MemberT]:
         """Add a rank to its run, and return the run. The first rank of a run opens the job.
 
-        A run that has lost all its ranks begins anew when one of them `comes_back`, from the newest commit. Any other
-        rank of such a run is a late one, which would wait without end for those that have gone. So would one that comes
-        back if another rank has left the run meanwhile, as a rank does when it hears that this one was lost.
+        A run that has lost all its ranks begins anew, from the newest commit, when one of them `comes_back`. Any other
+        rank of such a run is late: it is refused, because it would wait without end for the ranks that have gone. A
+        rank that comes back is refused, too, if another rank has closed its session, as ranks do when one is lost.
 
         Raises:
             ConflictError: another run holds the job, or the rank is attached already, or as many ranks are attached as
@@ -228,7 +230,8 @@ class Runs(Generic[MemberT]):
         if run is not None and run.run_id == run_id and comes_back:
             run.check_can_begin_anew()
         if run is None or (not run.ranks and (run.run_id != run_id or (comes_back and run.broken_by is not None))):
-            # If the job cannot be opened, the call of each rank that waits for the job raises the error.
+            # The job is opened in a task. If it cannot be opened, the call of each rank that waits for the job raises
+            # the error.
             goes_on = self._copies.enter(spec.name, run_id)
             self.replicas.forget(spec.name)
             self._empty.pop(spec.name, None)
@@ -250,11 +253,12 @@ class Runs(Generic[MemberT]):
                 f"rank {rank} describes job {spec.name!r} in another way than the other ranks of its run"
             )
         if run.job.done():
-            # If the run's first rank could not open the job, this rank raises the same error.
+            # If the run's first rank could not open the job, `result` raises the same error for this rank.
             run.job.result()
         run.check_whole()
         if len(run.ranks) >= spec.local_ranks:
-            # The votes of so many ranks commit a step, so it would be committed without this rank's vote.
+            # The run has all its ranks already: `local_ranks` votes commit a step. With one rank more, steps would be
+            # committed without that rank's vote, so the rank is refused.
             raise ConflictError(
                 f"rank {rank} of this run of job {spec.name!r} is one too many: {len(run.ranks)} ranks are attached, "
                 "as attached_ranks says; set attached_ranks to the number of ranks that attach to this store"
@@ -342,8 +346,8 @@ class Runs(Generic[MemberT]):
     async def _discarding_step(self, run: Run[MemberT], discarded: StepAbortedError) -> AsyncIterator[None]:
         """Let no vote for the step under way outlast the block, which discards the step.
 
-        A commit for which all ranks have voted is finished first. If a vote outlasted the block, further votes for the
-        step as it is prepared anew would complete it, without the work of the rank that voted before.
+        A commit for which all ranks have voted is finished first. A vote that outlasted the block would count for the
+        step as it is prepared anew, which would be committed without the work of the rank that voted before.
         """
         if run.committing is not None:
             await asyncio.wait([run.committing])
@@ -351,7 +355,7 @@ class Runs(Generic[MemberT]):
         try:
             yield
         finally:
-            # Ranks may have voted while the step was being discarded.
+            # Ranks may have voted for the step while its work was being discarded, so their vote is ended here, too.
             _end_vote(run, discarded)
 
     async def register(self, run: Run[MemberT], job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> None:
@@ -374,19 +378,21 @@ class Runs(Generic[MemberT]):
         registering.result()
 
     async def vote(self, run: Run[MemberT], rank: int, step: int, client_state: bytes, settled: int) -> bool:
-        """Vote for a step as one rank. Once all have voted and it is committed, return whether it is durable.
+        """Vote for a step as one rank.
+
+        Once all ranks have voted and the step is committed, return whether it is durable.
 
         Raises:
-            ConflictError: it is not the next step, or another rank votes for another step, or ranks on other nodes may
-                not have the newest step yet.
+            ConflictError: `step` is not the next step, or another rank votes for another step, or ranks on other nodes
+                may not have the newest step yet.
             StepAbortedError: a rank has gone.
             StorageError: an update of the step failed.
         """
         job = await asyncio.shield(run.job)
         run.check_whole()
         run.check_layout(job)
-        # The step is checked before the vote is recorded, because a vote for a wrong step would keep the ranks from
-        # voting for the right one.
+        # The number of the step is checked before the rank's vote is recorded, because a recorded vote for a wrong step
+        # would keep the other ranks from voting for the right one.
         job.open_pending(step)
         _check_settled(run, job, rank, step, settled)
         if run.vote is None:
@@ -409,7 +415,7 @@ class Runs(Generic[MemberT]):
     async def settle(self, run: Run[MemberT], step: int, *, records: bool) -> None:
         """Take note that all ranks of a run, on all nodes, have committed a step; see Engine.settle.
 
-        With `records`, the catalog has it when this returns.
+        With `records`, the catalog names the step as settled when this returns.
         """
         job = await asyncio.shield(run.job)
         self._engine.settle(job, step)
@@ -419,10 +425,12 @@ class Runs(Generic[MemberT]):
 
     async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
         everywhere = run.spec.local_ranks == run.spec.world_size
-        # A rank that votes for step 0 says that step 0 is settled, because the field has no other value for "none".
+        # A rank that votes for step 0 knows no settled step, but must send the number 0, because the field has no other
+        # value for "none". So only a number below the step of the vote counts as a settled step.
         earlier = vote.settled if vote.settled is not None and vote.settled < vote.step else None
         settled = vote.step if everywhere else earlier
-        # The commit is a task of its own, for all ranks of the job.
+        # The commit is work for all ranks of the job. So its log lines name the job, and not the session whose vote
+        # came last.
         unbind_contextvars("session")
         bind_contextvars(job=printable(job.spec.name), step=vote.step)
         try:
@@ -459,7 +467,8 @@ class Runs(Generic[MemberT]):
         run.broken_by = run.broken_by or who
         if is_closed:
             run.left_by = run.left_by or who
-        # A vote that lacks a rank fails now, because no further rank can complete it.
+        # If ranks have voted for a step, their calls fail now: the rank that is gone cannot vote, and no new rank can
+        # join this run. So the step cannot be committed.
         try:
             run.check_whole()
         except StepAbortedError as error:
@@ -469,14 +478,15 @@ class Runs(Generic[MemberT]):
         """Abandon the run's unfinished step and free the job's host memory, if the last rank of the run has gone.
 
         The run is forgotten if its job could not be opened, or is not in the store any more. If the job has no commit,
-        it is kept with the run until MOST_EMPTY_JOBS other jobs were left so.
+        it is kept with the run until MOST_EMPTY_JOBS other jobs without a commit were left by their ranks.
         """
         if run.ranks:
             return
         if run.layout is not None:
             await asyncio.wait([run.layout])
         await asyncio.wait([run.job])
-        # A registration that went on would take host memory for a job that no rank uses.
+        # Registrations of groups that are under way are cancelled, because they would take host memory for a job
+        # without ranks.
         for registering in run.registering:
             registering.cancel()
         if run.registering:
@@ -497,7 +507,7 @@ class Runs(Generic[MemberT]):
         del self._runs[name]
 
     async def _keep_empty(self, name: str) -> None:
-        """Keep a job that has neither a commit nor ranks, and forget the oldest such jobs if there are too many."""
+        """Keep a job that has neither a commit nor ranks, and discard the oldest such jobs if there are too many."""
         self._empty.pop(name, None)
         self._empty[name] = None
         while len(self._empty) > MOST_EMPTY_JOBS:
@@ -506,9 +516,9 @@ class Runs(Generic[MemberT]):
             await self._discard_left(oldest)
 
     async def _discard_left(self, name: str) -> bool:
-        """Discard the unfinished step of a job, and the job itself if it has no commit, unless it has ranks.
+        """Discard the unfinished step of a job without ranks, and the job itself if it has no commit.
 
-        Return whether that was done.
+        Return False if the job has ranks or is not in the store, so that nothing was discarded.
         """
         job = self._engine.jobs.by_name.get(name)
         if job is None or self.ranks_of(name):
@@ -540,11 +550,11 @@ class Runs(Generic[MemberT]):
             self.replicas.forget(job)
 
     def _can_go_on(self, job: Job) -> bool:
-        """Return whether another run could go on with a job's unfinished step.
+        """Return whether another run could go on with the unfinished step of a copy into a job.
 
-        It could not if the step belongs to a layout that is being filled beside the job's present one, because another
-        run begins that layout anew. It could not either if puts are only in host memory and wait for the seal, because
-        the run could not see which puts these are.
+        No run could go on if the step belongs to a layout that is being filled beside the job's present one, because
+        another run begins that layout anew. Nor could a run go on if some puts are only in host memory and wait for the
+        seal, because it could not see which puts these are.
         """
         if job.pending is None or job.pending.abandoned or self._engine.jobs.by_name.get(job.spec.name) is not job:
             return False
@@ -571,7 +581,7 @@ def _check_settled(run: Run[MemberT], job: Job, rank: int, step: int, settled: i
     such step beside the newest one, so a `settled_step` that never rose would use up the room of other jobs.
 
     Raises:
-        ConflictError: they may not have it.
+        ConflictError: ranks on other nodes may not have that step.
     """
     newest = 0 if job.newest is None else job.newest
     if run.spec.local_ranks < run.spec.world_size and settled < newest:

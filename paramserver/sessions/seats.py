@@ -16,7 +16,7 @@ from storage.base.errors import BudgetExceededError
 
 
 class ClientStanding(enum.Enum):
-    """The three kinds of clients, by the kept seats that they may take."""
+    """The three kinds of clients. They differ in which of the seats that are kept free they may take."""
 
     OPERATOR = enum.auto()
     """The holder of an admin's token or, without a token file, a client on the UNIX socket. It may take every seat."""
@@ -36,7 +36,7 @@ class Visitor:
         owner: the principal behind the call's token.
         peer: the address as gRPC names it: "unix:", "ipv4:10.0.0.7:41318", "ipv6:%5B::1%5D:41318".
         certificate: the common name of the client's certificate, or "" if it showed none.
-        quota: how many sessions the quota of the identity allows; None: there is no such quota.
+        quota: how many sessions the quota of the client's token allows; None if it has no such quota.
     """
 
     owner: Principal
@@ -51,19 +51,22 @@ class Visitor:
 
     @property
     def place(self) -> str:
-        """The place that the client comes from, for people."""
+        """The UNIX socket, or the remote address and port, from which the client connects, for logs."""
         return "the UNIX socket" if self.is_local else self.peer
 
     @property
     def standing(self) -> ClientStanding:
-        """The kind of client, by the kept seats that it may take."""
+        """The kind of client; the daemon keeps some seats free for operators, and some for clients of its node."""
         if self.owner.role is Role.ADMIN and (self.owner is not ANYONE or self.is_local):
             return ClientStanding.OPERATOR
         return ClientStanding.LOCAL if self.is_local else ClientStanding.REMOTE
 
     @property
     def identity(self) -> str:
-        """The name of the client's token or certificate; "" for the operator, and for a client without either."""
+        """The name of the client's token or certificate, by which its sessions are counted for `per_identity`.
+
+        It is "" for the operator, and for a client without a token and a certificate. Their sessions are not counted.
+        """
         if self.standing is ClientStanding.OPERATOR:
             return ""
         if self.owner is not ANYONE:
@@ -72,7 +75,10 @@ class Visitor:
 
     @property
     def address(self) -> str:
-        """The remote machine's address without the port; "" for local clients and for the operator."""
+        """The remote machine's address without the port, by which its sessions are counted for `per_address`.
+
+        It is "" for local clients and for the operator, whose sessions are not counted.
+        """
         return (
             self.peer.rpartition(":")[0] if not self.is_local and self.standing is not ClientStanding.OPERATOR else ""
         )
@@ -80,13 +86,13 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatLimits:
-    """The configuration of seats; config.py explains the values.
+    """The limits on the number of sessions that the configuration sets; config.py explains the keys.
 
     Attributes:
         total: the number of seats.
         reserved: seats that only the operator may take; as many more are for clients of this node and the operator.
-        per_identity, per_address: the most seats of one identity and of one address; None: as many as leave the seats
-            `kept_for_others` free.
+        per_identity, per_address: the most seats of one identity and of one address; None if only
+            `kept_for_others` limits them.
     """
 
     total: int
@@ -96,12 +102,15 @@ class SeatLimits:
 
     @property
     def kept_for_others(self) -> int:
-        """The free seats that a client which has as many already leaves to others: a quarter of all."""
+        """A quarter of all seats: one client with that many gets no more when so few are free.
+
+        This holds for clients whose identity or address has no limit of its own, so that none takes the last seats.
+        """
         return max(1, self.total // 4)
 
 
 class Seats:
-    """The seats of all sessions."""
+    """The count of the seats that are taken. `Sessions` takes one for each session that it opens."""
 
     def __init__(self, limits: SeatLimits) -> None:
         self._limits = limits
@@ -110,7 +119,7 @@ class Seats:
         self._by_address: Counter[str] = Counter()
 
     def take(self, visitor: Visitor) -> None:
-        """Take a seat.
+        """Take a seat for a session of a client, or refuse it.
 
         Raises:
             BudgetExceededError: a limit is reached. The text names the limit, its value and what is taken.

@@ -38,7 +38,7 @@ from storage.engine import Engine
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-# The end of a stream waits no longer than this for a client that does not read.
+# When the daemon ends a session's stream, it waits at most this long for a client that does not read.
 FLUSH_SECONDS = 1.0
 
 _HEARTBEAT = pb.SessionResponse(heartbeat=pb.Heartbeat())
@@ -46,7 +46,7 @@ _SHUTDOWN = Notice(text="the store daemon is shutting down", event=pb.SessionRes
 
 
 class SessionService:
-    """The method behind the Session call, and the notices to all clients."""
+    """The handler of the RPC Session, and the sender of notices about troubles of tiers to all clients."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SessionService:
         events: EventLog,
         drain: Drain,
     ) -> None:
-        """Begin to look for troubles of which clients get notices.
+        """Start the task that looks for troubles of tiers and sends notices of them to all clients.
 
         Args:
             engine: the engine whose tiers the notices are about.
@@ -122,7 +122,8 @@ class SessionService:
             self._sessions.detach(session, stream)
             raise
         except Exception:
-            # The client sent bytes that are no message, or the daemon failed.
+            # The client sent bytes that are no message, or the daemon failed. The session stays, so that the client can
+            # resume it.
             self._sessions.detach(session, stream)
             await stream.flush()
             raise
@@ -135,7 +136,7 @@ class SessionService:
             raise stream.error
 
     def _on_heartbeat(self, session: Session, context: Context) -> None:
-        # The token is checked again here, so that a token that has expired or was withdrawn ends its sessions.
+        # The token is checked again at each heartbeat, so that the sessions of an expired or withdrawn token end.
         check_owner(self._gate.principal(context), session.owner)
         session.heard()
 
@@ -146,7 +147,7 @@ class SessionService:
         if not hello.session_id:
             self._drain.check_open()
             session = self._sessions.open(client, visitor, stream, registers_arena=hello.registers_arena)
-            # Names that this daemon does not know are those of later releases, and mean nothing here.
+            # A client of a later release may name capabilities that this daemon does not know, so those are left out.
             session.capabilities = frozenset(CAPABILITIES).intersection(hello.capabilities)
             return session
         try:
@@ -182,7 +183,8 @@ class SessionService:
 
     def _announce(self, notice: Notice) -> None:
         for session in self._sessions:
-            # A detached session gets the notices that still apply when its client takes the session up again.
+            # No notice is sent to a detached session. Its client gets the notices that still apply when it resumes the
+            # session.
             if session.state is SessionState.ATTACHED:
                 session.stream.post(notice.tier, pb.SessionResponse(notice=notice))
 
@@ -209,12 +211,12 @@ class SessionService:
             session.stream.end(None)
 
     def close(self) -> None:
-        """Stop looking for troubles."""
+        """Stop looking for troubles of which clients get notices."""
         self._looking.cancel()
 
 
 class _ServerStream:
-    """The server's side of one Session call.
+    """The server's side of one Session call, which sends the session's messages to its client.
 
     It writes one message at a time, and keeps at most one message of each subject waiting. So a client that does not
     read costs only those messages, and delays no other client.
@@ -229,17 +231,17 @@ class _ServerStream:
         self._listening: asyncio.Task[Any] | None = None
 
     def is_current_of(self, session: Session) -> bool:
-        """Return whether no other stream has taken the session up since."""
+        """Return whether this is the session's present stream, because no later one has taken the session up."""
         return session.stream is self
 
     def post(self, subject: object, message: pb.SessionResponse) -> None:
-        """Send a message soon; see session.Stream."""
+        """Send a message soon; see session.SessionStream."""
         self._waiting[subject] = message
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write())
 
     def end(self, error: StorageError | None) -> None:
-        """End the stream; see session.Stream."""
+        """End the stream; see session.SessionStream."""
         if not self.ended:
             self.ended, self.error = True, error
             if self._listening is not None:
@@ -267,22 +269,22 @@ class _ServerStream:
             self._listening = None
         await self.flush()
         if not self.ended:
-            # gRPC ends the client's messages in the same way when the client closes the stream and when it breaks. This
-            # write tells the two apart, because it fails on a broken stream.
+            # gRPC ends the client's messages in the same way if the client closes the session's stream and if the
+            # stream breaks. This heartbeat tells the two apart, because it cannot be written to a broken stream.
             with suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_SECONDS):
                     await self._context.write(_HEARTBEAT)
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop sending. Messages that still wait are dropped."""
         if self._writing is not None:
             self._writing.cancel()
 
     async def flush(self) -> None:
         """Wait, but not for long, until what was posted is written.
 
-        If a write is cancelled half-way, gRPC sends the initial metadata again with the status. Its core refuses that,
-        so the client gets no status.
+        If a write is cancelled half-way, gRPC sends the initial metadata again with the status. gRPC's core refuses
+        that, so the client gets no status. So a write under way gets time to end before the stream does.
         """
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=FLUSH_SECONDS)
@@ -293,8 +295,8 @@ class _ServerStream:
                 subject = next(iter(self._waiting))
                 await self._context.write(self._waiting.pop(subject))
         except grpc.aio.BaseError as error:
-            # The stream broke. The task in `listen` gets an error of its own and acts on it, so this task only logs its
-            # error.
+            # The session's stream is broken. The task in `listen` gets an error of its own and detaches the session, so
+            # this task, which writes, only logs its error.
             log.debug("a session's stream takes no messages any more: %s", error)
         finally:
             self._writing = None

@@ -28,10 +28,10 @@ from storage.tiers.slots import ArenaSlot
 
 
 class SessionStream(Protocol):
-    """The methods of a stream that its session calls; service.py implements them."""
+    """The stream of a session, by which the daemon sends notices to the client; service.py implements it."""
 
     def post(self, subject: object, message: pb.SessionResponse) -> None:
-        """Send a message soon, without waiting. It replaces an older message of that subject that is not sent yet."""
+        """Send a message soon, without waiting. It replaces an unsent message about the same subject."""
 
     def end(self, error: StorageError | None) -> None:
         """End the stream with the error's status, or with OK if there is no error."""
@@ -39,44 +39,51 @@ class SessionStream(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connected client."""
+    """The state of one client's session: its stream, its run, its leases and its readers."""
 
     session_id: str
     client: str
-    # The client that opened the session. Only the same principal may use it.
+    # The client that opened the session, with its principal. No other principal may use the session.
     visitor: Visitor
-    # The address from which the session's present stream comes.
+    # The network address of the client at the other end of the session's present stream.
     peer: str
-    # The session's word in the arena; None if there was no free slot, so that the client must not map the arena.
+    # The session's slot in the header of the arena, which tells the client whether the session has ended; None if no
+    # slot was free. A client without a slot must not map the arena.
     slot: ArenaSlot | None
     stream: SessionStream
-    # Whether a device may copy from and to the arena on its own for the client's process.
+    # Whether a device of the client copies from and to the arena on its own, so that it may write there even after the
+    # client's process has ended.
     registers_arena: bool
-    # The time at which the client's last message came, on the event loop's clock.
+    # The time of the client's last message, on the event loop's clock. The session ends if it is too long ago.
     heard_at: float
     opened_at_unix_seconds: float = field(default_factory=time.time)
     state: SessionState = SessionState.ATTACHED
     timer: asyncio.TimerHandle | None = None
-    # The number of the present stream, which the client has given it; see Hello in parameter_store.proto.
+    # The number that the client has given to the session's present stream; see Hello in parameter_store.proto.
     stream_number: int = 0
     answers: Answers = field(default_factory=Answers)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leases: dict[int, Lease] = field(default_factory=dict)
-    # The leases of which the session may hold only one for each slab or gradient, by Lease.exclusive_subject.
+    # The leases of which a session may hold only one for each slab, or for each group's gradient. Their keys are the
+    # slab or the group's name (Lease.exclusive_subject).
     exclusive: dict[Slab | str, Lease] = field(default_factory=dict)
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run[Session] | None = None
     rank: int = -1
-    # The client's process, if the client registers the arena, holds a write lease, and can be watched.
+    # The client's process, which the daemon watches if the client registers the arena and holds a write lease; None if
+    # the process is not watched.
     process: ClientProcess | None = None
-    # The directory of the memory that the session offers of its device; None if it offers none.
+    # The directory of the device copies in the memory that the session offers of its device; None if it offers no
+    # memory.
     device: DeviceMemory | None = None
     device_leases: dict[int, DeviceLease] = field(default_factory=dict)
-    # Whether the client's process was seen to map the arena. It can read and write all of it then.
+    # Whether the daemon has seen that the client's process maps the arena. Such a process can read and write the whole
+    # arena.
     maps_arena: bool = False
-    # The capabilities of the client that its hello has named; see contract/capabilities.py.
+    # The capabilities that the client has named in its Hello and that this daemon knows; see contract/capabilities.py.
     capabilities: frozenset[str] = frozenset()
-    # Whether the client parks gradients although all of a step have room, so that activations have room, too.
+    # Whether the client has to park its gradients although host memory has room for all gradients of a step, because
+    # the parking leaves room for activations.
     parks_gradients: bool = False
 
     @property
@@ -85,11 +92,11 @@ class Session:
         return self.visitor.owner
 
     def enter(self, verb: SessionVerb) -> None:
-        """Enter the state that follows the present one by `verb`. Raise NotFoundError if there is none."""
+        """Enter the state that follows the present one by `verb`. Raise NotFoundError if no state does."""
         self.state = following(self.state, verb)
 
     def heard(self) -> None:
-        """Note that a message of the client has just come."""
+        """Note the time, because a message of the client has come now: the session does not end for its silence."""
         self.heard_at = asyncio.get_running_loop().time()
 
     def require_run(self) -> Run[Session]:

@@ -8,8 +8,8 @@
 | detach       | DETACHED |          |       |
 | end          | ENDED    | ENDED    |       |
 
-An empty field is refused. `take_up` in ATTACHED replaces a stream whose connection is dead without the daemon's
-knowledge. docs/silence.md says how long a client may be silent in each state.
+A verb is refused in the states where its field is empty. `take_up` in ATTACHED replaces a stream whose connection is
+dead without the daemon's knowledge. docs/silence.md says how long a client may be silent in each state.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class SessionState(enum.Enum):
 
     @property
     def has_leases(self) -> bool:
-        """Whether a session in this state holds leases, readers and its place in a run."""
+        """Whether a session in this state keeps its leases and readers, and remains a rank of its run."""
         return self is not SessionState.ENDED
 
 
 class SessionVerb(enum.Enum):
-    """The transitions. The value of each is its name in errors."""
+    """The verbs that change a session's state. The value of each is its name in errors."""
 
     TAKE_UP = "be taken up"
     DETACH = "be detached"

@@ -4,9 +4,9 @@ A session is attached while its stream is open. When the stream breaks, the sess
 grace time unless the client takes it up with a new stream. It ends at once when the client closes it, and when no
 heartbeat of an attached session comes for too long.
 
-The end of a session voids its leases. First the session's word in the arena changes, which tells a client that maps the
-arena that its leases are void; only then the daemon uses the ranges for something else. Ranges that the client's
-process or its device may still write to go to the quarantine first.
+The end of a session voids its leases. First the daemon changes a word in the session's slot of the arena, by which a
+client that maps the arena sees that its leases are void; only then the daemon uses the ranges for something else.
+Ranges that the client's process or its device may still write to go to the quarantine first.
 
 This module owns the sessions, their timers and their readers; service.py owns the streams. It must never free a range
 that a client's process may still write to.
@@ -67,12 +67,12 @@ class SessionLimits:
 
 
 class Sessions:
-    """All sessions of the daemon."""
+    """The table of the daemon's sessions: it opens, resumes and ends them, and passes their calls to their runs."""
 
     def __init__(
         self, engine: Engine, limits: SessionLimits, quotas: Quotas, events: EventLog, on_end: Callable[[str], None]
     ) -> None:
-        """Make the sessions of a daemon, of which there are none yet.
+        """Make the table of a daemon's sessions, which is empty at first.
 
         Args:
             engine: gives the arena's slots, and what the sessions lease and read.
@@ -82,11 +82,14 @@ class Sessions:
             on_end: is called with the id of each session that ends.
         """
         self.limits = limits
-        # True once the daemon stops. From then on sessions end for no other reason.
+        # True once the daemon stops. Sessions that end from then on end because of the stop, so the daemon sends the
+        # other ranks of the run no notice. The ranges of their leases are not freed, so that clients can read them
+        # until they attach to the next daemon; `_void_leases` says why a commit under way is an exception.
         self.is_stopping = False
-        # The number of sessions that ended because the client was silent, or did not come back after its stream broke.
+        # The number of sessions that ended because their clients were silent, or did not come back after their streams
+        # broke.
         self.lost = 0
-        # Until this time of the event loop, no session ends for its client's silence.
+        # Until this time on the event loop's clock, no session ends because its client is silent.
         self._lenient_until = 0.0
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host, limits.late_copy_seconds)
@@ -128,7 +131,7 @@ class Sessions:
 
     @property
     def replicas(self) -> Replicas:
-        """How far the replicas of jobs in other daemons are."""
+        """The reports of how far the replicas of this daemon's jobs in other daemons are."""
         return self._runs.replicas
 
     def attached(self, job: str) -> int:
@@ -149,7 +152,7 @@ class Sessions:
         """Return how many readers the sessions of a principal hold."""
         return sum(len(session.readers) for session in self._sessions.values() if session.owner == principal)
 
-    # These methods begin and end sessions.
+    # The following methods begin and end sessions.
 
     def open(self, client: str, visitor: Visitor, stream: SessionStream, *, registers_arena: bool) -> Session:
         """Open a session, attached to the stream.
@@ -181,7 +184,8 @@ class Sessions:
             session: the session.
             visitor: its client.
             stream: the new stream.
-            number: the number that the client has given the stream; 0: it gives none.
+            number: the number that the client has given the stream; a later stream has a higher one. 0 if the client
+                numbers no streams.
 
         Raises:
             StaleCallError: the session has had a later stream.
@@ -212,7 +216,7 @@ class Sessions:
             self._events.add(EventKind.SESSION, session.client, "the session's connection broke")
 
     def _expect(self, session: Session, seconds: float) -> None:
-        """Set the session's timer, so that the session ends unless its client is heard within that time."""
+        """End the session after `seconds`, unless a message or a new stream of its client comes before."""
         if session.timer is not None:
             session.timer.cancel()
         loop = asyncio.get_running_loop()
@@ -239,8 +243,9 @@ class Sessions:
     def stood_still(self, seconds: float) -> None:
         """Take note that the event loop stood still until now, so that the daemon itself could not hear its clients.
 
-        For as long again, but no longer than for the heartbeat time-out, no session ends for its client's silence. The
-        daemon first reads what the clients have sent, and clients whose connection broke connect again.
+        After this call, no session ends for its client's silence for as long as the loop stood still, but at most for
+        the heartbeat time-out. In that time the daemon reads what the clients have sent, and clients whose connection
+        broke connect again.
         """
         again = min(seconds, self.limits.heartbeat_timeout_seconds)
         self._lenient_until = max(self._lenient_until, asyncio.get_running_loop().time() + again)
@@ -248,7 +253,7 @@ class Sessions:
     def end(self, session: Session, reason: str, *, is_closed: bool = False) -> None:
         """End a session: void its leases, remove its prefetch window, and abandon the unfinished step of its run.
 
-        `is_closed` says whether the client has asked for this. A second call does nothing.
+        `is_closed` says whether the client has closed the session itself. A second call does nothing.
         """
         if session.state is SessionState.ENDED:
             return
@@ -277,7 +282,10 @@ class Sessions:
         self._in_background(self._clean_up(leases, session.run))
 
     def _tell_others(self, session: Session, run: Run[Session], reason: str, *, is_closed: bool) -> None:
-        """Tell the other ranks of a run that one has gone, because their collectives may not notice it for long."""
+        """Send a notice to the other ranks of a run that one rank has gone.
+
+        Without the notice, the other ranks would wait in a collective until its time-out.
+        """
         notice = pb.SessionResponse.Notice(
             text=f"the session of rank {session.rank} ({session.client}) has ended: {reason}",
             event=pb.SessionResponse.EVENT_RANK_CLOSED if is_closed else pb.SessionResponse.EVENT_RANK_GONE,
@@ -288,7 +296,7 @@ class Sessions:
     async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
         """Free the ranges of void leases, then clean up after the run, if there is one.
 
-        The leases are freed in slices, because a session may hold ten thousands of them.
+        The event loop serves other calls in between, because a session may hold ten thousands of leases.
         """
         async for lease in in_slices(leases):
             self.grants.release_range(lease, NEVER)
@@ -296,7 +304,10 @@ class Sessions:
             await self._runs.clean_up(run)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work for which no client waits."""
+        """Begin `work` in a task of its own, and return at once, because no client waits for it.
+
+        `close` waits until the task has ended.
+        """
         cleaning_up = asyncio.ensure_future(work)
         self._cleaning_up.add(cleaning_up)
         cleaning_up.add_done_callback(self._on_cleaned_up)
@@ -314,7 +325,7 @@ class Sessions:
         if self._cleaning_up:
             await asyncio.wait(self._cleaning_up)
 
-    # These methods concern the runs of a job's ranks.
+    # The following methods concern the runs that the ranks of a job make.
 
     async def join(
         self,
@@ -329,7 +340,7 @@ class Sessions:
     ) -> Job:
         """Make the session a rank of a run, and return the run's job, which the run's first rank opens.
 
-        `comes_back` says whether the rank was attached in the run before, and its session has ended.
+        `comes_back` says whether the rank was attached to this run before, with a session that has ended.
 
         Raises:
             ConflictError: another run holds the job, the rank is taken, or the session has opened a job already.
@@ -341,13 +352,16 @@ class Sessions:
             await self._until_cleaned_up()
         await self._until_lost_run_ends(spec.name, run_id)
         if comes_back and not self.attached(spec.name):
-            # The step that the run's former sessions have left is abandoned before the run begins it anew.
+            # The former sessions of this run have left a step unfinished. The store abandons it before this rank joins,
+            # because the run begins the step anew.
             await self._until_cleaned_up()
-        # Meanwhile the session may have ended, or opened a job with another call.
+        # While this call waited, the session may have ended, or another call of the session may have opened a job. So
+        # both are checked now.
         self.get(session.session_id)
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
-        # The ranks of a lost run have gone by now, and no other rank can come before this one has entered.
+        # The sessions attached to the job are those of this run, because the ranks of a lost run have gone by now. No
+        # other rank can join before this one, because nothing is awaited until then.
         self._quotas.of(spec.name).check_sessions(spec.name, self.attached(spec.name))
         run = self._runs.enter(
             session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist, comes_back=comes_back
@@ -356,7 +370,8 @@ class Sessions:
         try:
             return await asyncio.shield(run.job)
         except BaseException:
-            # A session that has ended meanwhile has already left the run.
+            # If the session has ended while the job was opened, its end has removed it from the run already, so this is
+            # not repeated.
             if session.state.has_leases:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
@@ -387,7 +402,8 @@ class Sessions:
     async def _until_lost_run_ends(self, job: str, run_id: str) -> None:
         """Wait while another run holds a job and each of its ranks has lost its stream, at most for their grace time.
 
-        So a run that is started right after the end of another one, as launchers do, is not refused because of it.
+        So a run that is started right after the end of another one, as launchers do, is not refused because of ranks
+        that are lost already.
         """
         while others := [other for other in self.of_job(job) if other.run is not None and other.run.run_id != run_id]:
             if any(other.state is not SessionState.DETACHED for other in others):
@@ -396,9 +412,9 @@ class Sessions:
                 await asyncio.wait_for(others[0].ended.wait(), self.limits.grace_seconds)
 
     def _end_lost_copies(self, job: str, run_id: str, reason: str) -> bool:
-        """End the sessions of another run, a copy, whose client is lost; return whether there were any.
+        """End the sessions of another run that is a copy and has lost its client. Return whether there were any.
 
-        Their grace time would keep the next run from the job.
+        Otherwise the next run could open the job only after the grace time of these sessions.
         """
         lost = [
             session
@@ -424,7 +440,8 @@ class Sessions:
             NotFoundError: the session has ended.
             StorageError: see Engine.register.
         """
-        # The end of a session ends only the registrations that have begun.
+        # The end of a session cancels the registrations under way, but none that begins later. So this checks that the
+        # session has not ended.
         self.get(session.session_id)
         await self._runs.register(session.require_run(), job, specs, limits)
 
@@ -452,13 +469,13 @@ class Sessions:
         self.grants.hand_over_all(session)
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
 
-    # These methods end leases.
+    # The following methods end leases.
 
     def _void_leases(self, session: Session) -> list[Lease]:
-        """Void all leases of a session, and change the session's word in the arena.
+        """Void all leases of a session, and mark the session's slot in the arena as ended.
 
-        Return the leases whose ranges can be freed: all except those that the client's process or device may still
-        write to.
+        Return the leases whose ranges the caller frees: all except those that the client's process or device may still
+        write to. While the daemon stops, return none if no commit of the session's run is under way.
         """
         leases = list(session.leases.values())
         session.leases.clear()
@@ -466,12 +483,13 @@ class Sessions:
         for lease in leases:
             lease.void = True
         if self.is_stopping and (session.run is None or session.run.committing is None):
-            # The client may go on reading its ranges until it has attached to the next daemon, because a range that is
-            # not freed is not overwritten. This does not hold while a commit is under way, because the commit may wait
-            # for leases, and write to their ranges.
+            # The daemon stops, so the ranges of the leases are not freed: ranges that are not freed are not
+            # overwritten, and the client may read them until it has attached to the next daemon. If a commit is under
+            # way, they are freed, because the commit may wait for leases, and write to their ranges.
             return []
-        # A gradient that was handed over is not among them: the client writes to it no more, and the update frees it.
-        # A parked gradient is not either, because the client has promised not to touch it.
+        # The ranges in `written` are those to which the client may still write. A gradient that was handed over is none
+        # of them: the client does not write to it, and its update frees it. A parked gradient is none either, because
+        # the client has promised not to touch it.
         written = [lease for lease in leases if lease.is_written]
         held_back: list[ArenaRange] = []
         used: list[Lease] = []
@@ -486,7 +504,8 @@ class Sessions:
             held = Held(session.slot, held_back, session.registers_arena, session.process)
             self.quarantine.hold(held)
             session.process = None
-            # The client hands these gradients over again if it comes back. Their updates may still read them.
+            # Updates may still read the ranges of the gradients in `used`. So each range goes to the quarantine when
+            # its update has ended. If the client comes back, it hands these gradients over again.
             for lease in used:
                 assert lease.update is not None
                 lease.update.add_done_callback(partial(self._hold_back, held, lease))
@@ -499,14 +518,17 @@ class Sessions:
         return leases
 
     def _hold_back(self, held: Held, lease: Lease, _: asyncio.Task[None]) -> None:
-        """Put the range of a gradient into quarantine whose update has ended."""
+        """Put the range of a leased gradient, whose update has ended, with the other ranges of `held` into quarantine.
+
+        The process of the ended session may still write to the range, so the daemon must not use it again yet.
+        """
         if (range_ := self.grants.take_range(lease)) is not None:
             self.quarantine.hold_too(held, range_)
 
-    # These methods concern the readers of a session.
+    # The following methods concern the readers of a session.
 
     def add_reader(self, session: Session, reader: StepReader) -> int:
-        """Give a reader to a session, which closes it at its end. Return the reader's id.
+        """Give a reader to a session, whose end closes the reader. Return the reader's id.
 
         Raises:
             NotFoundError: the session has ended; the reader is closed then.

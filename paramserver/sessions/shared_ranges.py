@@ -21,7 +21,7 @@ class SharedRange:
     """A range of the arena with bytes of a step.
 
     Attributes:
-        subject: the commit, and which of its bytes these are.
+        subject: the commit whose bytes these are, and which of its bytes were wanted.
         leases: the number of leases on the range.
         arena_range: the range; None until the bytes are there.
         ended: set when the bytes are there, or could not be read.
@@ -34,17 +34,18 @@ class SharedRange:
 
 
 class SharedRanges:
-    """The ranges of readers' steps that are leased or being read."""
+    """The table of the ranges of readers' steps that are leased or being read, by commit and wanted bytes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # The key has the id of the commit, whose object `SharedRange.subject` keeps alive.
+        # The key of a range has the id() of the object of its commit, and the wanted bytes. `SharedRange.subject` keeps
+        # the object alive, so that the object of another commit cannot get the same id().
         self._ranges: dict[tuple[int, Hashable], SharedRange] = {}
 
     async def find(self, reader: StepReader, wanted: Hashable) -> SharedRange | None:
-        """Return the range with the wanted bytes, leased once more; None if no session leases it.
+        """Add a lease to the range that has the wanted bytes, and return the range; None if no session leases it.
 
-        If the range is being read for another session, this waits until it is.
+        If the range is being read for another session, this waits until the range has been read.
         """
         while (shared := self._ranges.get((id(reader.record), wanted))) is not None:
             if shared.arena_range is not None:
@@ -56,7 +57,9 @@ class SharedRanges:
     async def load(
         self, reader: StepReader, wanted: Hashable, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]
     ) -> SharedRange:
-        """Return a range that `fill` has filled, leased once. Call this at once after `find` has returned None.
+        """Read the wanted bytes into a new range by `fill`, and return it with one lease.
+
+        Call this at once after `find` has returned None.
 
         Raises:
             StorageError: see StepReaders.load.

@@ -1,1 +1,1 @@
-"""What all rooms of the engine import: its settings, errors and names, system calls, checksums, locks and waits."""
+"""What all other folders of the engine import: settings, errors, names, system calls, checksums, locks and waits."""

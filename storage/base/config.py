@@ -12,22 +12,22 @@ PREFETCH_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The directories of the engine's files, its budgets, its threads and its timeouts."""
+    """The directories of the engine's files, its budgets, its threads and its timeouts, as `Engine.open` takes them."""
 
     state_dir: Path
     host_budget_bytes: int
     nvme_budget_bytes: int
     # The directories of the data files, one for each device. If there is none, one data file is in the state directory.
     nvme_dirs: tuple[Path, ...] = ()
-    # The number of threads for each data file.
+    # The numbers of the threads that read each data file, and of those that write to it.
     io_read_threads: int = 4
     io_write_threads: int = 2
-    # The number of threads that compute updates.
+    # The number of threads that compute optimizer updates.
     optimizer_threads: int = 1
     # The niceness of the reading, writing and optimizer threads, from 0 to 19 (see nice(1)). With 19 they yield the
     # most processor time to other processes.
     worker_nice: int = 0
-    # A device counts as stuck when one request takes longer than this.
+    # A device counts as stuck while one of its requests has taken longer than this.
     device_timeout_seconds: float = 30.0
     # The most bytes per second that background verification reads. 0 turns the verification off.
     scrub_bytes_per_second: int = 0
@@ -42,8 +42,8 @@ class EngineConfig:
     # logs a warning and goes on without it.
     huge_pages: bool = False
     lock_memory: bool = False
-    # Returns a job's weight, given its name. Jobs share the bandwidth of prefetches by weight; by default all have the
-    # same.
+    # This function returns a job's weight, given its name. Jobs share the bandwidth of prefetches by weight; by default
+    # all jobs have the same weight.
     weight_of: Callable[[str], float] = lambda _: 1.0
     # The engine calls this on the event loop with an error whenever a read finds a damaged block. If a later read finds
     # the same block damaged, the engine calls it again.
@@ -54,10 +54,11 @@ class EngineConfig:
     gradients_of_a_rank: int = 4
     # The most bytes that are lent to other daemons, within the host budget.
     lend_bytes: int = 0
-    # The most bytes that are lent to one of them; None if lend_bytes is the only limit.
+    # The most bytes that are lent to one other daemon; None if lend_bytes is the only limit.
     lend_bytes_per_borrower: int | None = None
-    # The most bytes that are borrowed of lenders; how long one may take to answer; how long one that was lost, is full
-    # or is slower than NVMe is left alone; whether lenders are used even if they are slower than NVMe.
+    # The most bytes that are borrowed of lenders; the time within which a lender must answer; the time for which a
+    # lender is not used after it was lost, was full or was slower than NVMe; whether lenders are used even if they are
+    # slower than NVMe.
     remote_budget_bytes: int = 1 << 30
     lender_timeout_seconds: float = 2.0
     lender_retry_seconds: float = 10.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # The most parameters that the text of an error names.
 MOST_SHOWN_FQNS = 8
-# The last commit of this project that reads catalogs before format 5, and regions with blocks of 16384 bytes.
+# The git commit of this project that was the last to read catalogs before format 5 and regions with blocks of 16384
+# bytes. Error messages name it to operators who have such a store.
 LAST_READER = "05a259d6bebe230559f49dca4a9b73b9268d53e9"
 
 
@@ -13,11 +14,11 @@ class StorageError(Exception):
 
 
 class InvalidRequestError(StorageError):
-    """The request is malformed; it would be refused in any state of the store."""
+    """The request is malformed, so the store refuses it in any state, and repeating it is of no use."""
 
 
 class NotFoundError(StorageError):
-    """The job, group or slab does not exist."""
+    """The store does not have the job, group, slab or step that the caller names."""
 
 
 class AlreadyExistsError(StorageError):
@@ -29,7 +30,7 @@ class ConflictError(StorageError):
 
 
 class FormerFormatError(ConflictError):
-    """Stored bytes have a format that this release does not read. The message says which commit does."""
+    """Stored bytes have a format that this release does not read. The message names the Git commit that reads it."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
@@ -51,7 +52,7 @@ class BudgetExceededError(StorageError):
 
 
 class DiskFullError(BudgetExceededError):
-    """The file system has no room for the bytes that the budget would allow."""
+    """The file system is full, although the budget would allow the requested bytes."""
 
 
 class StepAbortedError(StorageError):
@@ -59,7 +60,7 @@ class StepAbortedError(StorageError):
 
 
 class DataLossError(StorageError):
-    """Stored bytes are lost or damaged."""
+    """Stored bytes are lost or damaged, so the store cannot return them."""
 
 
 class DamagedBlockError(DataLossError):
@@ -85,7 +86,8 @@ class DamagedBlockError(DataLossError):
         return self.label.replace("\n", ", layout ")
 
     def __str__(self) -> str:
-        # A block may have parts of thousands of small parameters.
+        # A damaged checksum block may hold parts of thousands of small parameters, so the error names only the first
+        # ones.
         more = f" and {len(self.fqns) - MOST_SHOWN_FQNS} more" if len(self.fqns) > MOST_SHOWN_FQNS else ""
         whose = f" ({', '.join(self.fqns[:MOST_SHOWN_FQNS])}{more})" if self.fqns else ""
         return (

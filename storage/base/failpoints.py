@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Failpoint(enum.Enum):
-    """The instants, in the order in which a version reaches them."""
+    """The instants at which a test may kill the process, in the order in which a version of a slab reaches them."""
 
     DATA_WRITTEN = "data written"
     FILE_GROWN = "file grown"

@@ -21,7 +21,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A flow within its outer flow, and its weight (> 0) there."""
+    """One flow on the path to an item, and the weight (> 0) by which the flow shares its outer flow's service."""
 
     flow: Hashable
     weight: float = 1.0
@@ -31,30 +31,34 @@ class Share:
 class _Flow(Generic[ItemT]):
     key: Hashable = None
     weight: float = 1.0
-    # Virtual times of the outer flow: the start of this flow's next item, and the end of its last item. The next item
-    # must not start before that end.
+    # The start of this flow's next item and the end of its last item, in the virtual time of the outer flow. The next
+    # item must not start before that end.
     start: float = 0.0
     finish: float = 0.0
-    # The number of items in this flow and its inner flows. A flow in a heap may have no waiting item any more; then
-    # `_next` removes the flow from the heap.
+    # The number of waiting items in this flow and its inner flows. If it is 0, the flow may still be in its outer
+    # flow's heap, until `_next` removes it.
     waiting: int = 0
     # True while the flow is in its outer flow's heap.
     in_heap: bool = False
-    # The inner flows: their virtual time, all known ones by key, and those that wait, a heap of (start, arrival, flow).
+    # The inner flows of this flow: their virtual time, all known inner flows by key, and the inner flows with waiting
+    # items, as a heap of (start, arrival, flow).
     now: float = 0.0
     flows: dict[Hashable, _Flow[ItemT]] = field(default_factory=dict)
     heap: list[tuple[float, int, _Flow[ItemT]]] = field(default_factory=list)
-    # Only innermost flows use this: a heap of (order, arrival, item).
+    # The waiting items, as a heap of (order, arrival, item). Only innermost flows have items of their own.
     items: list[tuple[float, int, ItemT]] = field(default_factory=list)
 
 
 class FairQueue(Generic[ItemT]):
-    """A queue of distinct items: an item must not be pushed again while it is in the queue."""
+    """A queue that serves its waiting items fairly by the flows that they belong to, as this module describes.
+
+    The items are distinct: an item must not be pushed again while it is in the queue.
+    """
 
     def __init__(self) -> None:
         self._root: _Flow[ItemT] = _Flow()
-        # For each item its flows, outermost first, and its arrival number. An entry of `_Flow.items` with another
-        # arrival number is stale, because its item was removed.
+        # The flows of each waiting item, outermost first, and the item's arrival number. An entry of `_Flow.items` with
+        # another arrival number is stale, because its item was removed.
         self._entries: dict[ItemT, tuple[tuple[_Flow[ItemT], ...], int]] = {}
         self._arrivals = itertools.count()
 
@@ -65,7 +69,10 @@ class FairQueue(Generic[ItemT]):
         return item in self._entries
 
     def push(self, item: ItemT, path: Sequence[Share], order: float = 0.0) -> None:
-        """Add an item to the innermost flow of a path of flows, which is given outermost first."""
+        """Add an item to the last flow of `path`. The flows before it are its outer flows, outermost first.
+
+        Within its flow, an item with a lower `order` is served first.
+        """
         parent, flows = self._root, []
         self._root.waiting += 1
         for share in path:
@@ -105,7 +112,7 @@ class FairQueue(Generic[ItemT]):
         return flow.items[0][2]
 
     def take(self, item: ItemT, cost: float) -> None:
-        """Remove the item that `peek` returned, and charge `cost` to its flows."""
+        """Remove the item that `peek` returned, and charge `cost` to its flows, which lets others go first."""
         path = self._leave(item)
         heapq.heappop(path[-1].items)
         for parent, flow in itertools.pairwise(path):

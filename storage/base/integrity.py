@@ -1,8 +1,8 @@
 """Checksums of the bytes on NVMe, which find a flipped bit, a torn write, or a misdirected or stale block before use.
 
-Every region has one checksum per block. Its seed is a fingerprint of the block's slab, version and index, so that good
-bytes in the wrong place, or of another version, do not match either. The catalog keeps the checksums, and they become
-valid in the transaction that commits the version.
+Every region has one checksum per block. The seed of a checksum is a fingerprint of the block's slab, version and index,
+so that intact bytes in the wrong place, or of another version, do not match either. The catalog keeps the checksums,
+and they become valid in the transaction that commits the version.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import xxhash
 
 from storage.base.errors import DamagedBlockError, FormerFormatError
 
-# The bytes that one checksum covers, and so the unit of reads. It is above the 100,000 bytes from which on XXH3-64 runs
-# without the interpreter's lock. Larger blocks would not be faster: it runs at full speed, and the loop over blocks is
-# cheap.
+# The bytes that one checksum covers, and so the least that a verified read fetches. They are above the 100,000 bytes
+# from which on XXH3-64 runs without the interpreter's lock. Larger blocks would not be faster, because XXH3-64 runs at
+# full speed, and the loop over blocks is cheap.
 BLOCK_BYTES = 128 << 10
 
 _xxh3 = xxhash.xxh3_64_intdigest
@@ -35,14 +35,15 @@ class Checksums:
         """Make checksums to be recorded, or load the ones that `dump` returned (`stored`).
 
         Raises:
-            FormerFormatError: the region has smaller blocks, as those had that were written before format 4.
+            FormerFormatError: the region has smaller blocks, as regions have that were written before format 4.
         """
         self.label = label
         self.nbytes = nbytes
         count = -(-nbytes // BLOCK_BYTES)
         self.values = array("Q", bytes(8 * count) if stored is None else stored)
         if len(self.values) != count:
-            # The digests of the catalog cover the checksums, so this is no damage.
+            # The number of checksums cannot be wrong by damage, because the catalog's digests cover the checksums. So a
+            # wrong number means that an earlier format wrote the region.
             name = label.replace("\n", ", layout ")
             raise FormerFormatError(f"{name} has {len(self.values)} checksums for {nbytes} bytes, and not {count}")
         self._fingerprint = xxhash.xxh3_64_intdigest(label.encode())

@@ -1,8 +1,8 @@
 """The files by which a restart finds the store, and the check that their paths still name the files that are open.
 
-A file that is open can be written and synced after its path was removed, or leads to another file: each call succeeds,
-and all is gone with the process. So the catalog asks this module before it commits anything. This module must never
-open, write or remove a file.
+A file that is open can be written and synced after its path was removed, or leads to another file. Each call succeeds,
+but a restart does not find these bytes. So the catalog asks this module before it commits anything. This module must
+never open, write or remove a file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from storage.base.errors import DeviceError
 
 
 class OpenFiles:
-    """The lock files, the catalog with its log, and the data files of one open store."""
+    """The paths of the lock files, the catalog with its log, and the data files of one open store.
+
+    The catalog calls `check` before each commit, because a commit to a removed file would be lost at a restart.
+    """
 
     def __init__(self) -> None:
         self._identities: dict[Path, tuple[int, int]] = {}
 
     def add(self, path: Path) -> None:
-        """Take note of the file that `path` leads to, which the store has just opened.
+        """Let `check` also check the file that `path` leads to now, which the store has opened.
 
         Raises:
             DeviceError: there is no file, or this user may not look there.
@@ -31,7 +34,7 @@ class OpenFiles:
         """Check that each path still leads to the file that it led to when it was added.
 
         Raises:
-            DeviceError: one does not, so a restart would not find what is committed now.
+            DeviceError: a path does not, so a restart would not find what is committed now.
         """
         for path, identity in self._identities.items():
             try:

@@ -13,7 +13,7 @@ _Place = tuple[float, int]
 
 
 class PositionLock:
-    """A lock whose waiters are served by position."""
+    """A lock of asyncio tasks. When it becomes free, the waiting task with the lowest position gets it."""
 
     def __init__(self) -> None:
         self._taken = False
@@ -45,8 +45,8 @@ class PositionLock:
 
         turn = self._queue(place)
         if not self._taken:
-            # The lock is passed on a little later, because one event often wakes several tasks, and the one with the
-            # lowest position need not be the first of them.
+            # The free lock is passed on in the next turn of the event loop and not at once, because one event often
+            # wakes several tasks, and the first task to ask need not have the lowest position.
             self._taken = True
             asyncio.get_running_loop().call_soon(self._pass_on)
         await self._wait(turn)
@@ -73,7 +73,7 @@ class PositionLock:
             raise
 
     def _pass_on(self) -> None:
-        """Pass the lock to the next waiter. It stays taken meanwhile, so that no new task can get it in between."""
+        """Pass the lock to the next waiter. The lock stays taken meanwhile, so that no new task can get it."""
         while self._waiting:
             _, turn = heapq.heappop(self._waiting)
             if not turn.done():

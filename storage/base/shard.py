@@ -18,16 +18,17 @@ import torch
 from storage.base.errors import InvalidRequestError
 
 # torch's fused CPU AdamW rounds the last `numel % 16` elements of a call differently. So every shard starts at a
-# multiple of 16 elements of its parameter; then every partition gets the bits of the unsharded parameter.
+# multiple of 16 elements of its parameter. Then an update of the shards gives the same bits as an update of the whole
+# parameter.
 ELEMENT_ALIGNMENT = 16
 
-# A job's identity is its name, or its name and its layout's name with this between them. The catalog's name of a kept
-# step has four parts: the job, the layout, the step's own name, and its note.
+# This separates the parts of a job's identity: the name alone, or the name and the layout's name. The catalog's name of
+# a kept step has four parts: the job, the layout, the step's own name, and the note that a client gave it.
 LAYOUT_SEPARATOR = "\n"
 
 
 class Kind(enum.StrEnum):
-    """The meaning of a slab's bytes."""
+    """The meaning of a slab's bytes: a parameter, its master weight, its gradient, or an optimizer state."""
 
     PARAM = "param"
     MASTER = "master"
@@ -38,14 +39,15 @@ class Kind(enum.StrEnum):
     GRAD = "grad"
 
 
-# The kinds that an optimizer keeps of a parameter besides its weight. They are fp32, and zeros until they are written.
+# The kinds of slabs that an optimizer keeps for a parameter besides its master weight. They are fp32, and zeros until
+# they are written.
 OPTIMIZER_STATES = frozenset(Kind) - {Kind.PARAM, Kind.MASTER, Kind.GRAD}
-# The most optimizer states that one group may have, because a tile of the update has room for this many.
+# The most kinds of optimizer state that one group may have, because an update tile has room for this many.
 MAX_OPTIMIZER_STATES = 2
 
 
 class DType(enum.StrEnum):
-    """Element types that the store keeps."""
+    """The element types of parameters, gradients and optimizer states that the store can keep."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -57,7 +59,8 @@ class DType(enum.StrEnum):
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
 
-    # The value is kept, because a store of a million shards asks for it four million times when it is opened.
+    # The size is computed once and kept, because a store of a million shards asks for it four million times when it is
+    # opened.
     @cached_property
     def itemsize(self) -> int:
         """The size of one element in bytes."""
@@ -75,7 +78,10 @@ class TierName(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Elements `[offset, offset + numel)` of one flattened parameter, from element `group_offset` of the group on."""
+    """Elements `[offset, offset + numel)` of one flattened parameter, as one rank has them.
+
+    In the group they begin at element `group_offset`.
+    """
 
     fqn: str
     offset: int
@@ -94,7 +100,7 @@ class SlabSpec:
 
 @dataclass(frozen=True, slots=True)
 class SlabKey:
-    """The name of a slab; `job` is the identity of its job."""
+    """The name of a slab: its job (`JobSpec.identity`), its group and its kind."""
 
     job: str
     group: str
@@ -123,7 +129,7 @@ class SlabKey:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """Shards that are stored, moved and leased together.
+    """The specification of a group: shards that are stored, moved and leased together.
 
     `numel` is the number of elements of each kind, with the padding between the shards.
     """
@@ -135,7 +141,7 @@ class GroupSpec:
 
     @cached_property
     def slab_of_kind(self) -> dict[Kind, SlabSpec]:
-        """The specs of the group's slabs by kind."""
+        """The specification of each of the group's slabs, by the slab's kind."""
         return {slab.kind: slab for slab in self.slabs}
 
     def slab_bytes(self, kind: Kind) -> int:
@@ -179,7 +185,8 @@ class GroupSpec:
             end = shard.group_offset + shard.numel
 
 
-# The begin of the names of entries with large buffers; paramserver/contract/buffer_names.py makes these names.
+# The beginning of the name of a ParameterSpec that stands for a rank's large buffers (torch's register_buffer) and not
+# for a parameter. paramserver/contract/buffer_names.py makes these names.
 BUFFERS_BEGIN = "(buffers of rank "
 
 
@@ -194,7 +201,7 @@ class ParameterSpec:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the entry has the large buffers of a rank, and is no parameter of the model."""
+        """Whether this entry stands for the large buffers of a rank's modules, and not for a parameter of the model."""
         return self.fqn.startswith(BUFFERS_BEGIN)
 
 
@@ -242,7 +249,7 @@ class Durability:
     every_steps: int
 
     def covers(self, step: int) -> bool:
-        """Return whether the commit of `step` must be durable."""
+        """Return whether the job's durability requires that the commit of `step` becomes durable."""
         return self.every_steps > 0 and step % self.every_steps == 0
 
     def __str__(self) -> str:
@@ -257,8 +264,9 @@ class JobSpec:
         local_ranks: the number of the `world_size` ranks that are attached to this store now.
         layout: the client's name for the partition of the model into groups. A job that is continued with another
             partition gets another layout.
-        kept: the name under which a step of the job is kept, for the record of that step; "" for the job itself.
-        note: the note of the client who had the step kept; "" for the job itself.
+        kept: in the record of a kept step, the name of the step; "" in the record of the job itself.
+        note: in the record of a kept step, the text for operators that the client gave with the name; "" in the record
+            of the job itself.
     """
 
     name: str
@@ -281,13 +289,13 @@ class JobSpec:
 
     @property
     def model(self) -> Parameters:
-        """The parameters as the type that has the digest and the index by name."""
+        """The job's parameters as `Parameters`, which has their digest and the look-ups by name."""
         assert isinstance(self.parameters, Parameters)
         return self.parameters
 
     @property
     def identity(self) -> str:
-        """The unique name of this layout of the job. A kept step has that of the layout in which it was made."""
+        """The unique name of this layout of the job. A kept step has that of the layout it was made in."""
         return f"{self.name}{LAYOUT_SEPARATOR}{self.layout}" if self.layout else self.name
 
     @property
@@ -298,5 +306,5 @@ class JobSpec:
         return LAYOUT_SEPARATOR.join((self.name, self.layout, self.kept, self.note))
 
     def without_ranks(self) -> JobSpec:
-        """Return the spec of the same job with no rank attached."""
+        """Return the specification of the same job with no rank attached, as it is when no run uses the job."""
         return replace(self, local_ranks=0)

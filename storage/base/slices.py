@@ -1,7 +1,7 @@
 """Long loops on the event loop's thread, cut into slices between which the event loop runs its other tasks.
 
-This is the only helper for it. Other tasks may change state between two slices. A loop that must see or change all of
-its state at once must not use this; its work has to be proportional to the changes instead.
+This module is the only helper for such loops. Other tasks may change state between two slices. A loop that must see or
+change all of its state at once must not use this; its work has to be proportional to the changes instead.
 
 All walks (loops over `in_slices`) on one event loop share its time: in one turn of the event loop they run for
 SLICE_SECONDS together, however many clients have begun one.
@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Iterable
 from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
-# The time of one slice, which bounds how long one turn of the event loop is. A call of another client takes several
-# turns from its first byte to its answer. Health checks beside listings of a million shards (a large catalog in
-# docs/measured-2026-11.md) took up to 0.06 s beside one listing and 0.22 s beside seven with slices of 0.005 s, and
-# 0.04 s and 0.15 s with these.
+# Long work in the event loop is cut into slices of this time, so that one turn of the loop is short. A call of another
+# client takes several turns from its first byte to its answer. Health checks beside listings of a million shards (a
+# large catalog in docs/measured-2026-11.md) took up to 0.06 s beside one listing and 0.22 s beside seven with slices of
+# 0.005 s, and 0.04 s and 0.15 s with slices of this length.
 SLICE_SECONDS = 0.001
 
 ItemT = TypeVar("ItemT")
@@ -35,7 +35,10 @@ async def in_slices(items: Iterable[ItemT]) -> AsyncIterator[ItemT]:
 
 
 class _Turn:
-    """The present turn of one event loop, and the walks that wait for a later turn, in order of arrival."""
+    """The present turn of one event loop, and the walks that wait for a later turn, in order of arrival.
+
+    A walk is a loop over `in_slices`. The walks of one turn together run for at most about SLICE_SECONDS.
+    """
 
     _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]] = WeakKeyDictionary()
 
@@ -52,7 +55,7 @@ class _Turn:
         return turn
 
     def is_over(self) -> bool:
-        """Return whether the walks have used up this turn's time. The first walk that asks begins the turn."""
+        """Return whether the walks have used up this turn's SLICE_SECONDS. The first walk that asks begins the turn."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -60,7 +63,7 @@ class _Turn:
         return now - self._began > SLICE_SECONDS
 
     async def next(self) -> None:
-        """Wait for a later turn, and begin it."""
+        """Wait until the walk that calls this may go on, which is in a later turn, and begin that turn."""
         mine = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
         await mine
@@ -73,7 +76,8 @@ class _Turn:
             mine = self._waiting.popleft()
             if not mine.done():
                 mine.set_result(None)
-                # The walk's task is in the event loop's queue already, so the next `_end` runs after it.
+                # The task of the walk that may go on is in the event loop's queue already, so the walk runs before the
+                # next `_end`, which ends its turn.
                 self._began = time.monotonic()
                 self._call_soon(self._end)
                 return

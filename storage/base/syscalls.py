@@ -41,8 +41,8 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_COLLAPSE = 25
-# The bytes that one call of madvise collapses. Each call first makes all processors drain their lists of pages, so
-# small pieces are slow (measured for 1 GiB: 2.8 s in pieces of 2 MiB, 0.3 s in pieces of 16 or 64 MiB).
+# The bytes that one call of madvise collapses into huge pages. Each call first makes all processors drain their lists
+# of pages, so small pieces are slow (measured for 1 GiB: 2.8 s in pieces of 2 MiB, 0.3 s in pieces of 16 or 64 MiB).
 _COLLAPSE_BYTES = 32 << 20
 _PR_SET_NAME = 15
 _MAX_THREAD_NAME_BYTES = 15
@@ -79,8 +79,8 @@ def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: i
     """Create shared memory with a name: a file of mode 0600 on a tmpfs. Return its descriptor.
 
     The file has `mark` at byte `mark_at`, by which a later call recognizes it as an arena. This process holds a POSIX
-    lock on its first byte as long as it lives. A file with the mark that no process locks was left behind by a process
-    that died, and is replaced.
+    lock on the file's first byte as long as the process lives. A file with the mark that no process locks was left
+    behind by a process that died, and is replaced.
 
     Raises:
         DiskFullError: the machine or the tmpfs does not have that much memory available.
@@ -94,7 +94,8 @@ def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: i
         )
     _check_available(size)
     try:
-        # The file has no name until it is complete, so no process can see a partial one, and a failure leaves nothing.
+        # The arena's file has no name until it is complete, so no process can see a partial file, and a failure leaves
+        # no file behind.
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise DeviceError(f"arena_file: cannot create {path}: {error.strerror}; choose another path") from error
@@ -154,8 +155,8 @@ def is_locked_elsewhere(fd: int, offset: int) -> bool:
 def locker(fd: int, offset: int) -> int | None:
     """Return the id of the process that holds a POSIX record lock on the byte at `offset`.
 
-    None if no other process holds one, or if the kernel does not show that process here, because it is in another PID
-    namespace.
+    The result is None if no other process holds a lock, or if the kernel does not show that process here, because it is
+    in another PID namespace.
     """
     kind, pid = _find_lock(fd, offset)
     return None if kind == fcntl.F_UNLCK or pid <= 0 else pid
@@ -169,7 +170,8 @@ def _find_lock(fd: int, offset: int) -> tuple[int, int]:
 
 
 def _check_available(size: int) -> None:
-    # The kernel would not refuse an allocation that is too large. It would kill processes until there is room.
+    # The free memory is compared before the allocation, because the kernel would not refuse an allocation that is too
+    # large. It would kill processes until there is room.
     available = available_memory()
     if size > available:
         raise DiskFullError(
@@ -270,7 +272,7 @@ def collapse_pages(fd: int, size: int) -> Iterator[tuple[int, int]]:
         at this moment.
     """
     reserved = _map(None, _COLLAPSE_BYTES + HUGE_PAGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    # The kernel collapses pages only where they are mapped at a multiple of a huge page. They stay huge when this
+    # The kernel collapses pages only where they are mapped at a multiple of a huge page. The pages stay huge when this
     # temporary mapping is removed.
     window = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     whole = size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -329,13 +331,14 @@ def available_memory() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MemoryGroups:
-    """Where a version of cgroups has the memory of a group: below `root`, in files of the directory of the group.
+    """The files in which one version of cgroups shows the memory of a group. They are in the group's directory.
 
     Attributes:
-        root: the directory of the hierarchy, within that of all cgroups.
+        root: the directory of the version's hierarchy, relative to /sys/fs/cgroup; "" is that directory itself.
         controller: the name in the second field of /proc/self/cgroup, where version 2 has none.
         limit, used: the files with the limit and with the bytes in use.
-        cache: the entries of `memory.stat` that have the bytes of cached files, with those of the groups below.
+        cache: the entries of `memory.stat` that have the bytes of cached files, with those of the groups inside this
+            one.
     """
 
     root: str
@@ -345,7 +348,8 @@ class _MemoryGroups:
     cache: tuple[str, str]
 
 
-# A host may have the one or the other, or both (systemd calls it hybrid): then version 1 has the memory.
+# Where version 2 and version 1 of cgroups tell the limits of memory. A host has one of the versions or both (systemd
+# calls this hybrid). If it has both, version 1 has the limits of memory.
 _MEMORY_GROUPS = (
     _MemoryGroups(
         root="",
@@ -365,7 +369,7 @@ _MEMORY_GROUPS = (
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield the bytes that each memory limit of this process's groups and of their parents leaves."""
+    """Yield, for each memory limit of the cgroups that contain this process, the bytes that it still allows."""
     try:
         lines = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
     except OSError:
@@ -377,7 +381,7 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def _left_in_group(groups: _MemoryGroups, path: str) -> Iterator[int]:
-    """Yield the bytes that the limits of a group and of its parents leave."""
+    """Yield, for each memory limit of the cgroup at `path` and of its parents, the bytes that it still allows."""
     root = _CGROUPS / groups.root
     group = root / path.removeprefix("/")
     for directory in (group, *group.parents):
@@ -388,11 +392,14 @@ def _left_in_group(groups: _MemoryGroups, path: str) -> Iterator[int]:
             used = int((directory / groups.used).read_text())
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except OSError:
-            # The root group of version 2 has no limit, and a container does not see the groups that contain its own.
+            # A group whose files cannot be read is skipped: the root group of version 2 has no limit, and a container
+            # does not see the groups that contain its own.
             continue
-        # Version 1 writes a number near 2^63 where there is no limit, which leaves more than any machine has.
+        # Version 1 of cgroups shows a number near 2^63 as the limit of a group that has none. Such a limit less the
+        # used bytes is more than any machine has, so the caller, which takes the minimum, ignores it.
         if limit != "max":
-            # The kernel counts the cache of files as used, and drops it when memory is needed.
+            # The kernel counts cached pages of files as used, and drops them when memory is needed, so they are added
+            # to the free bytes.
             yield max(0, int(limit) - used + sum(int(stat[name]) for name in groups.cache))
 
 
@@ -400,8 +407,8 @@ def make_directory(path: Path, option: str) -> None:
     """Create a directory in a parent that exists, with access for this user only, unless it exists.
 
     Parents are not created, because a path with several new directories is one whose disk is not mounted, or a mistyped
-    one. The parent is synced. Otherwise a loss of power could remove the directory with all that was synced into it. A
-    parent that this user may not list cannot be opened, so it is not synced.
+    one. The parent is synced, because otherwise a loss of power could remove the directory with all that was synced
+    into it. A parent that this user may not list cannot be opened, so it is not synced.
 
     Raises:
         DeviceError: it cannot be created or synced. The message names the daemon's option that gives the path.
@@ -437,7 +444,7 @@ def open_data_file(path: Path) -> tuple[int, bool]:
         try:
             size = os.fstat(fd).st_size
             if size < _PAGE_BYTES:
-                # `_open_direct` reads the first page, so the file must have one.
+                # `_open_direct` reads the first page of the file, so an empty file gets one page before it is opened.
                 os.posix_fallocate(fd, 0, _PAGE_BYTES)
             direct = _open_direct(path)
             if size < _PAGE_BYTES:
@@ -506,7 +513,8 @@ def extend(fd: int, size: int, length: int, path: Path) -> None:
     try:
         os.posix_fallocate(fd, size, length)
     except OSError as error:
-        # Some blocks may have been allocated before the error. This frees them.
+        # The file system may have allocated some blocks of the file before it refused the rest. The truncation frees
+        # them.
         with suppress(OSError):
             os.ftruncate(fd, size)
         raise _device_error(f"reserve {length} bytes in", path, error) from error
@@ -551,7 +559,7 @@ def _length(buffers: Sequence[memoryview]) -> int:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return the buffers without their first `done` bytes."""
+    """Return the part of the buffers that a partial read or write has left, after its first `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[i + 1 :]]
@@ -573,9 +581,9 @@ def sync_data(fd: int, path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file that is on the device before it has its name; its name is there when this returns.
+    """Replace a small file atomically, and sync the new file and its directory.
 
-    A failure or a crash before that leaves the former file.
+    After a failure or a crash, the path has either the former file or the whole new one.
 
     Raises:
         DiskFullError, DeviceError: the file cannot be written, or it or its directory cannot be synced.
@@ -627,8 +635,8 @@ def lock_file(path: Path) -> int:
         raise _device_error("open", path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Each pid is padded to the same length, so one write replaces the last pid, and a reader never finds half of
-        # one.
+        # The pid of the process that holds the lock is padded to a fixed length, so one write replaces the former pid,
+        # and a reader of the lock file never finds half of one.
         os.pwrite(fd, f"{os.getpid():<10}\n".encode(), 0)
     except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"

@@ -1,6 +1,6 @@
 """Trace spans: the engine reports each finished operation to its listeners.
 
-Without a listener this costs almost nothing.
+Without a listener, tracing costs almost nothing.
 
 This module owns no memory, because the listeners decide which spans they keep. It must never raise into the traced
 operation.
@@ -26,7 +26,7 @@ class Activity(enum.Enum):
 
     NVME_READ = "nvme read"
     NVME_WRITE = "nvme write"
-    # A read of a slab for which a client waits.
+    # The read of a slab into host memory for which a client waits.
     DEMAND_FETCH = "demand fetch"
     PREFETCH = "prefetch"
     # The whole update of a group, with its reads, kernels and writes.
@@ -34,9 +34,9 @@ class Activity(enum.Enum):
     # One call of an optimizer kernel, for one tile.
     OPTIMIZER = "optimizer"
     COMMIT = "commit"
-    # The sync of all devices within a commit.
+    # The sync of all devices that a commit waits for.
     SYNC = "sync"
-    # A read of background verification.
+    # A read by the scrubber, which verifies committed bytes in the background.
     SCRUB = "scrub"
 
 
@@ -59,7 +59,7 @@ class Span:
 
     @property
     def job(self) -> str:
-        """The identity of the job."""
+        """The identity of the job whose operation this was (`JobSpec.identity`)."""
         return self._parts[0]
 
     @property
@@ -74,34 +74,39 @@ class Span:
         if separator:
             layout, _, subject = rest.partition("/")
             return f"{name}{separator}{layout}", subject
-        # Only jobs of earlier versions have no layout's name, and of these the group is taken to have no slash.
+        # Labels without a name of a layout belong to jobs of earlier versions. In these labels, the name of the group
+        # is assumed to have no slash.
         job, *parts = self.label.rsplit("/", 2)
         return job, "/".join(parts)
 
 
 class Tracer:
-    """The tracer of a store. Listeners come and go on one thread; spans may come from any."""
+    """Passes each span of a store's operations to all listeners.
+
+    Listeners are added and removed on one thread; any thread may report spans.
+    """
 
     def __init__(self) -> None:
-        # A tuple that is replaced as a whole, because other threads iterate over it.
+        # The functions that get each finished span are in a tuple, which is replaced as a whole when a function is
+        # added or removed, because other threads may be iterating over it.
         self._listeners: tuple[Callable[[Span], None], ...] = ()
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a listener."""
+        """Whether there is a listener. If there is none, operations are not traced."""
         return bool(self._listeners)
 
     def listen(self, listener: Callable[[Span], None]) -> None:
-        """Call `listener` with each span when it has ended, on the thread of its end. It must not raise."""
+        """Call `listener` with each span that ends, on the thread that ended it. `listener` must not raise."""
         self._listeners = (*self._listeners, listener)
 
     def ignore(self, listener: Callable[[Span], None]) -> None:
-        """Call `listener` no more. A span that ends just now may still reach it."""
+        """Stop calling `listener`. A span that ends at the same moment on another thread may still reach it."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
     @contextmanager
     def span(self, activity: Activity, label: str, nbytes: int = 0) -> Iterator[None]:
-        """Trace an operation that lasts as long as the context."""
+        """Report the body of the `with` block as a span to the listeners, when the body has ended."""
         if not self._listeners:
             yield
             return

@@ -1,4 +1,4 @@
-"""Settings of the Python interpreter that suit an engine. The process calls this, because they affect all of it."""
+"""Settings of the Python interpreter that suit an engine. The program sets them, because they affect it all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ GC_THRESHOLDS = (50_000, 5, 400)
 def tune_interpreter() -> None:
     """Set the switch interval and the thresholds of garbage collection. Call this once, before the engine is opened.
 
-    A command calls it before it imports torch, because the default thresholds cause collections during the imports,
-    which find nothing (measured: 0.25 s of CPU time).
+    A command calls this function before the command imports torch, because the default thresholds cause collections
+    during the imports, which find nothing (measured: 0.25 s of CPU time).
 
     Switch interval: a thread that returns from a system call waits up to this long for the interpreter's lock while
     another thread computes. With the default of 5 ms the device idles (measured: large writes 0.75 to 0.8 as fast).

@@ -1,6 +1,6 @@
-"""Waiting: for work that cannot be cancelled, because it uses memory or extents until its end, and until a deadline.
+"""Functions that wait: for work that cannot be cancelled, because it uses memory or extents, and until a deadline.
 
-No deadline of this module passes because the event loop itself stood still.
+Time in which the event loop itself stood still does not count towards a deadline of this module.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
 
-# If a timer of the event loop fires later than this, the loop stood still: the process was stopped, had no CPU, or had
-# its memory on a disk.
+# If a timer of the event loop fires late by more than this many seconds, the event loop stood still: the process was
+# stopped, had no CPU, or its memory was swapped out.
 LATE_SECONDS = 1.0
 
 
 class Alarm:
-    """A call at a time of the event loop, which does not count time in which the loop stood still.
+    """A timer: it calls a function at a time of the event loop, and does not count time in which the loop stood still.
 
-    If the loop comes to it late, what would make it needless may have happened meanwhile without the loop's knowledge.
-    So it is put off once more by the time by which it is late.
+    If the loop runs the alarm late, an event that cancels the alarm, such as an answer on a socket, may have happened
+    without the loop having seen it. So the alarm is put off by the time by which it is late.
 
     Args:
-        at: the time of the event loop.
+        at: the time, on the event loop's clock, at which the function is called.
         act: the function to call.
     """
 
@@ -33,7 +33,7 @@ class Alarm:
         self._handle = self._loop.call_at(at, self._ring, at)
 
     def cancel(self) -> None:
-        """Do not call the function any more; idempotent."""
+        """Keep the alarm from calling the function; a repeated call has no effect."""
         self._handle.cancel()
 
     def _ring(self, due: float) -> None:
@@ -74,7 +74,7 @@ def unlogged(future: FutureT) -> FutureT:
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Wait until one of the events is set."""
+    """Wait until at least one of the events is set, and stop waiting for the others."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -84,12 +84,13 @@ async def first_of(*events: asyncio.Event) -> None:
 
 
 async def finish_all(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Wait for all tasks, also when one fails or the caller is cancelled, because they use their buffers until then."""
+    """Wait for all tasks, also if one fails or the caller is cancelled: a task uses its buffers until it ends."""
     pending = list(tasks)
     if not pending:
         return
     try:
-        # If the caller is cancelled, no task waits for the gathering future any more, and a task may fail after that.
+        # If the caller is cancelled, no task waits for the future of `asyncio.gather` any more. `unlogged` keeps
+        # asyncio from logging an error that one of the gathered tasks raises after that.
         await asyncio.shield(unlogged(asyncio.gather(*pending)))
     except BaseException:
         try:

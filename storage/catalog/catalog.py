@@ -4,7 +4,8 @@ A commit is one transaction, which is synced before the method returns. The cata
 enters it with its first durable commit, and extents that no commit needs are free.
 
 Digests cover every row and are verified when the catalog is opened, so damage is reported and never read as data.
-FORMAT.md describes the tables for other readers. All methods block; the engine calls them on a thread of their own.
+FORMAT.md describes the tables for other programs that read the database. All methods block; the engine calls them on a
+thread of their own.
 """
 
 from __future__ import annotations
@@ -49,20 +50,24 @@ from storage.catalog.tables import (
 
 log = logging.getLogger(__name__)
 
-# The key of a job's roll-backs in the table `meta` is this and the catalog's name of the job.
+# The table `meta` has the roll-backs of each job. Their key is this prefix, followed by the name that the catalog has
+# for the job.
 _ROLLED_BACK = "rolled_back "
 
 
 class Catalog:
-    """The open database, and the ledger: its contents in memory, without packed manifests and client states."""
+    """The open database of one store. The engine records its commits here and loads them after a restart.
+
+    The ledger has the database's contents in memory, without packed manifests and client states.
+    """
 
     def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
         """Open and verify the database, or create it; migrate a database of format 5.
 
         Args:
             path: the file of the database.
-            files: what must still be in its place whenever a transaction is committed. The database and its log are
-                added to them. None: these two alone.
+            files: the files that must still be at their paths whenever a transaction is committed. This method adds the
+                database and its log to them. None: only the database and its log.
 
         Raises:
             ConflictError: the file is not a catalog, or has a format that this version does not know.
@@ -75,7 +80,8 @@ class Catalog:
         self.in_doubt = False
         self._files = OpenFiles() if files is None else files
         self._ledger = Ledger()
-        # The jobs that were read when the catalog was opened, until `load` returns them or a transaction changes them.
+        # The jobs that were read when the catalog was opened. None after `load` has returned them, or after a
+        # transaction, which may have changed them.
         self._read: list[JobRecord] | None = None
         with errors(path, opening=True):
             self._db = connect(path)
@@ -86,18 +92,21 @@ class Catalog:
                 elif version != FORMAT_VERSION:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
-                # All rows are read and verified once, because that takes seconds for a million shards.
+                # All rows are read and verified once for both the ledger and the jobs, because one pass takes seconds
+                # for a million shards.
                 read: list[JobRecord] = []
                 self._ledger = read_ledger(self._db, path, lambda job: read.append(job.stored()))
                 self._read = read
-                # A process that was killed may have left a transaction in the log which it had not synced. SQLite
-                # reads it as valid. The checkpoint syncs it, because a step that is shown as durable must survive a
-                # power loss.
+                # A process that was killed may have left a transaction in SQLite's log which it had not synced. SQLite
+                # reads the transaction as valid. The checkpoint syncs it, because a step that is shown as durable must
+                # survive a power loss.
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 self._files.add(path)
-                # The log stays the same file for as long as the database is open.
+                # SQLite's log is among the files that must stay at their paths, because it stays the same file for as
+                # long as the database is open.
                 self._files.add(Path(f"{path.resolve()}-wal"))
-                # This check comes last, because the digests name the damaged job or step and this check cannot.
+                # The references between tables are checked after the digests, because a wrong digest names the damaged
+                # job or step, and a wrong reference does not.
                 check_references(self._db, path)
             except BaseException:
                 self._db.close()
@@ -136,7 +145,7 @@ class Catalog:
         return self._ledger.bad_extents.extents
 
     def create_job(self, spec: JobSpec, groups: Sequence[GroupSpec], created_at: float) -> None:
-        """Record a job and its layout, or a step that is kept of it. Call this inside `transaction`.
+        """Record a job and its layout, or a kept step of a job. Call this inside `transaction`.
 
         The engine records a job in the transaction of the job's first durable commit. It records a kept step as a job
         of its own with one commit, which later commits of the original job do not change.
@@ -153,8 +162,8 @@ class Catalog:
                 for number, (group, slab) in enumerate(slabs, self._next_id("slabs"))
             ),
         )
-        # Earlier versions recorded the roll-backs of jobs that were not in the catalog, and left them there for any
-        # later job of the same name.
+        # Earlier versions recorded the roll-backs of jobs that were not in the catalog, and left these records in the
+        # catalog. They do not apply to the new job, so they are deleted.
         self._forget_rolled_back(spec.stored_as)
         self._db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, x'', NULL)", (job, *row))
         self._db.executemany(
@@ -189,7 +198,7 @@ class Catalog:
             manifest = Manifest.of(*new)
             if step in manifests:
                 # A snapshot records slabs that were last written in an earlier step. An earlier snapshot may have
-                # recorded other slabs of that step, so both are merged.
+                # recorded other slabs of that step, so the catalog merges both lists into one manifest of the step.
                 manifest = self._manifest(entry, step).replaced_by(manifest)
             manifests[step] = self._put_manifest(entry, step, manifest)
         self._put(replace(entry, commits={**entry.commits, commit.step: recorded}, manifests=manifests))
@@ -233,17 +242,18 @@ class Catalog:
                 self._db.execute("DELETE FROM manifests WHERE job = ? AND step = ?", (entry.id, step))
                 del manifests[step]
             elif 2 * mask.sum() < len(mask):
-                # A slab that is never written again keeps its manifest alive. The manifest is rewritten once less than
-                # half of its entries are needed, so that dead entries do not pile up.
+                # A step's manifest lists the versions that the step wrote. It stays as long as one of its slabs is not
+                # written again, so it is rewritten without the versions that no step needs once they are more than half
+                # of it.
                 manifests[step] = self._put_manifest(entry, step, self._manifest(entry, step).only(mask))
         commits = {step: commit for step, commit in entry.commits.items() if step not in dropped}
         self._put(replace(entry, commits=commits, manifests=manifests))
 
     def add_rolled_back(self, job: str, mark: RolledBack) -> None:
-        """Record that an operator rolled a job of the catalog back. Call this inside `transaction`, after `retain`.
+        """Record an operator's roll-back of a job in the catalog. Call this inside `transaction`, after `retain`.
 
-        An earlier roll-back to the same step or a later one is forgotten, because the new one gives up all steps that
-        it gave up.
+        An earlier roll-back to the same step or to a later step is forgotten, because the new roll-back gives up all
+        steps that the earlier one gave up.
         """
         key, meta = _ROLLED_BACK + job, dict(self._ledger.meta)
         known = rolled_back_from_text(meta[key]) if key in meta else ()
@@ -283,7 +293,8 @@ class Catalog:
 
         A later record replaces an earlier one of the same file and offset.
         """
-        # SQLite would return an integer time as a float, which has another digest.
+        # The time at which a damaged extent was found is made a float before the digest is computed, because SQLite
+        # returns an integer time as a float, and the digests of the two differ.
         new = {(b.extent.file, b.extent.offset): replace(b, found_at=float(b.found_at)) for b in found}
         with self.transaction():
             self._db.executemany(
@@ -297,16 +308,19 @@ class Catalog:
     def resolve_doubt(self) -> None:
         """Make sure that a transaction whose COMMIT failed cannot become valid after a crash.
 
-        Its pages may be complete in SQLite's log, and recovery after a crash would accept them. Until this is excluded,
-        its extents must not be used again and its step must not be reported as rolled back. Any later transaction
-        overwrites its place in the log, so this makes one. See tests/faults/test_found_refused_commit.py.
+        The pages of the failed transaction may be complete in SQLite's log, and recovery after a crash would accept
+        them. Until this is excluded, the extents of the failed transaction must not be used again, and its step must
+        not be reported as rolled back. Any later transaction overwrites its place in the log, so this method makes one.
+        See tests/faults/test_found_refused_commit.py.
         """
         if self.in_doubt:
-            # The doubt is about the file that is open, wherever that is now.
+            # A failed COMMIT left pages in the log of the open database, and this transaction overwrites them. So it
+            # does not check that the files of the store are still at their paths: the open files count, even if they
+            # were moved meanwhile.
             with self._transaction(lambda: None):
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
-                # `user_version` has no meaning here. It must change, because SQLite writes no page for a transaction
-                # that changes nothing.
+                # The number `user_version` has no meaning in the catalog. It is changed because SQLite writes no page
+                # for a transaction that changes nothing.
                 self._db.execute(f"PRAGMA user_version = {(version + 1) % (1 << 31)}")
 
     def transaction(self) -> AbstractContextManager[None]:
@@ -321,7 +335,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self, check: Callable[[], None]) -> Iterator[None]:
-        """Make the changes inside the block one transaction, unless `check`, called at its end, raises."""
+        """Make the changes inside the block one transaction. If `check`, called at its end, raises, undo them."""
         with errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             self._read = None
@@ -336,7 +350,8 @@ class Catalog:
                 self.in_doubt = False
             except BaseException as error:
                 self._ledger = before
-                # The page that makes a transaction valid is written last. If the disk was full, it was not written.
+                # SQLite writes the page that makes a transaction valid last. If the disk was full, that page was not
+                # written, so the transaction cannot become valid after a crash and is not in doubt.
                 is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
                 self.in_doubt |= committing and not is_full
                 if self._db.in_transaction:
@@ -366,8 +381,8 @@ class Catalog:
     def _migrate(self, version: int) -> None:
         """Migrate a catalog of format 5 to the present one, in one transaction.
 
-        The oldest commit of each job is recorded as settled. A store deletes older commits when it knows that all nodes
-        have a newer one. If all ranks are on one node, it has only the newest.
+        The oldest commit of each job is recorded as settled, because a store deletes older commits only when it knows
+        that all nodes have a newer one. If all ranks are on one node, the store has only the newest commit.
         """
         with self.transaction():
             add_settled(self._db)
@@ -380,7 +395,7 @@ class Catalog:
     def _put_meta(self, key: str, value: str) -> None:
         meta = {**dict(self._ledger.meta), key: value}
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-        # The digest is that of the rows by key.
+        # The rows of the table `meta` are sorted by key, because `read_ledger` computes their digest in this order.
         self._ledger = replace(self._ledger, meta=tuple(sorted(meta.items())))
 
     def _seal(self, before: Ledger) -> None:
@@ -421,7 +436,11 @@ class Catalog:
         self._ledger = replace(self._ledger, files={**self._ledger.files, number: directory})
 
     def _manifest(self, job: JobEntry, step: int) -> Manifest:
-        """Read a whole manifest and verify it again, because the caller writes a changed one with a new checksum."""
+        """Read a packed manifest and verify it again.
+
+        The caller writes a changed manifest with a new checksum. Without this check, damaged bytes would get a valid
+        checksum then.
+        """
         (packed,) = self._db.execute(
             "SELECT entries FROM manifests WHERE job = ? AND step = ?", (job.id, step)
         ).fetchone()

@@ -15,7 +15,8 @@ from storage.catalog.digest import digest, digest_of_rows
 from storage.catalog.manifest import SlabIds
 from storage.catalog.records import BadExtent
 
-# The kinds by the words of the table `slabs`. A look-up takes a fraction of the time of the enum's call.
+# The kind for each word of the column `kind` in the table `slabs`. A look-up in this dictionary takes a fraction of the
+# time of `Kind(word)`.
 KINDS = {kind.value: kind for kind in Kind}
 
 # A row of the table `jobs`: name, world size, steps between durable commits, parameters, time of creation.
@@ -28,7 +29,7 @@ SlabRow = tuple[int, int, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
-    """The ids of a manifest's slabs, and its checksum."""
+    """The ledger's entry of one manifest: the ids of the manifest's slabs, and the checksum of its packed bytes."""
 
     slabs: SlabIds
     checksum: bytes
@@ -36,7 +37,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommitEntry:
-    """A committed step; `states` is the digest of its client states."""
+    """The ledger's entry of one committed step; `states` is the digest of the step's client states."""
 
     committed_at: float
     states: bytes
@@ -45,7 +46,7 @@ class CommitEntry:
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """The groups and slabs of a job, by id."""
+    """The ledger's rows of the groups and slabs of one job. Groups and slabs have ids that other rows refer to."""
 
     groups: tuple[GroupRow, ...]
     slabs: tuple[SlabRow, ...]
@@ -57,14 +58,17 @@ class LayoutEntry:
 
     @cached_property
     def slab_ids(self) -> Mapping[tuple[str, Kind], int]:
-        """The id of each slab by group name and kind. The rows must have been verified."""
+        """The id of each slab by group name and kind.
+
+        Read this only after the digests of the rows were verified, because a damaged row raises KeyError here.
+        """
         names = {group: name for group, name, *_ in self.groups}
         return {(names[group], KINDS[kind]): slab for slab, group, kind, *_ in self.slabs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEntry:
-    """A job, with its commits and manifests by step.
+    """The ledger's entry of one job, with the entries of its commits and manifests by step.
 
     `settled` is the newest commit that all nodes are known to have, and None if none is known.
     """
@@ -97,7 +101,8 @@ class JobEntry:
         }
         steps = digest_of_rows((step, commit.digest) for step, commit in commits.items())
         manifests = self._manifests_until(max(self.manifests, default=0))
-        # The digest of a job without a settled step is that of format 5, whose jobs are read in the same way.
+        # For a job without a settled step, the digest is computed as in format 5, so that this code verifies catalogs
+        # of format 5, too.
         settled = [] if self.settled is None else [self.settled]
         return replace(self, commits=commits, digest=digest([row, self.layout.digest, steps, manifests, *settled]))
 
@@ -107,7 +112,7 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class BadExtentList:
-    """The extents that must not be used any more, ordered by file and offset."""
+    """The ledger's entry of the damaged extents that must not be used any more, ordered by file and offset."""
 
     extents: tuple[BadExtent, ...] = ()
 
@@ -121,10 +126,10 @@ class BadExtentList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The contents of the whole catalog.
+    """The contents of the whole catalog in memory, as one immutable object; each transaction makes a new one.
 
     Attributes:
-        meta: pairs of key and value, without the digest.
+        meta: the rows of the table `meta` as pairs of key and value, without the row of the digest.
         files: the directory of each data file, by its number.
         bad_extents: the extents that must not be used any more.
         jobs: the jobs by identity.

@@ -27,7 +27,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The versions of some slabs, as arrays.
+    """The places of one version of each of some slabs, as arrays.
 
     Attributes:
         entries: [slabs], of each slab its id, its number of extents and its number of blocks.
@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def slabs(self) -> SlabIds:
-        """The ids of the slabs, [slabs]."""
+        """The ids of the slabs that the manifest has a version of, as an array [slabs]."""
         return np.array(self.entries["slab"], np.int64)
 
     def only(self, mask: Mask) -> Manifest:
@@ -100,7 +100,7 @@ class Manifest:
         )
 
     def versions(self) -> Iterator[tuple[int, StoredVersion]]:
-        """Yield the id and the version of each slab."""
+        """Yield for each slab its id and its version, with the version's extents and checksums."""
         extents = [Extent(offset, nbytes, file) for offset, nbytes, file in self.extents.tolist()]
         checksums = self.checksums.tobytes()
         extent = block = 0

@@ -23,21 +23,22 @@ from storage.catalog.records import (
 from storage.catalog.tables import REMEDY
 from storage.tiers.extents import Extent
 
-# Dictionaries, because to call the enum takes several times as long as a look-up, and each slab needs four.
+# The element types and tiers by their words in the catalog. They are dictionaries because a call such as `DType(word)`
+# takes several times as long as a look-up, and the reader converts four words for each slab.
 _DTYPES = {dtype.value: dtype for dtype in DType}
 _TIERS = {tier.value: tier for tier in TierName}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedJob:
-    """A verified job with its bulk: the packed manifests by step, and the client states by step and rank."""
+    """A job whose digests match, with its packed manifests by step, and its client states by step and rank."""
 
     entry: JobEntry
     manifests: Mapping[int, bytes]
     states: Mapping[int, Mapping[int, bytes]]
 
     def stored(self) -> JobRecord:
-        """Return the job as the engine's types.
+        """Return the job as a JobRecord.
 
         Raises:
             LookupError, TypeError, ValueError: the rows are as they were written, but do not describe a valid job.
@@ -95,10 +96,11 @@ class VerifiedJob:
 
 
 def read_ledger(db: sqlite3.Connection, path: Path, on_job: Callable[[VerifiedJob], object] = lambda _: None) -> Ledger:
-    """Return the whole catalog without the bulk, verified.
+    """Return the catalog, verified, without its packed manifests and client states.
 
     Args:
-        on_job: called with each job and its bulk, once the job's own digests have been verified.
+        on_job: called with each job, its packed manifests and its client states, once the job's own digests have been
+            verified.
 
     Raises:
         DataLossError: a digest does not match the rows. The message names the job and the step if they are known.
@@ -160,7 +162,8 @@ def read_jobs(db: sqlite3.Connection, path: Path) -> Iterator[VerifiedJob]:
 def checksum_of_manifest(job: str, step: int, packed: bytes) -> bytes:
     """Return the checksum of a packed manifest.
 
-    It also covers the job and the step, so a good manifest in the wrong place does not match.
+    The checksum also covers the job and the step, so an intact manifest in the row of another job or step does not
+    match.
     """
     return digest([job, step, packed])
 

@@ -12,7 +12,7 @@ from storage.tiers.extents import Extent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """One committed step of a job. `client_states` are by rank; `committed_at` is in seconds since 1970."""
+    """One committed step of a job. `client_states` maps ranks to their bytes; `committed_at` is seconds since 1970."""
 
     step: int
     committed_at: float
@@ -31,8 +31,9 @@ class StoredVersion:
 class RolledBack:
     """A roll-back by an operator: `step` became the newest one again. `name` is random and names this roll-back.
 
-    Other stores may have newer steps, which were made before it and which the operator has given up. Clients tell them
-    from later ones by the name, see trainer_client/training/run/rolled_back.py.
+    Daemons on other nodes may still have newer steps, which were made before the roll-back and which the operator has
+    given up. By the name, clients tell these steps from steps that were made after the roll-back, see
+    trainer_client/training/run/rolled_back.py.
     """
 
     step: int
@@ -41,15 +42,15 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A job as the catalog has it.
+    """A job as the catalog has it. `Catalog.load` returns these records, and the engine makes its jobs of them.
 
     Attributes:
-        spec: the job, without ranks.
+        spec: the job's specification, without ranks, because no run is attached to the job yet.
         created_at: the time of creation in seconds since 1970.
         groups: its groups.
         commits: its commits, oldest first.
         versions: the versions of each slab by the step that wrote them.
-        settled: the newest of the commits that all nodes of the job are known to have; None: none is known.
+        settled: the newest of the commits that all nodes of the job are known to have; None if no such one is known.
         rolled_back: the roll-backs by operators.
     """
 
@@ -64,7 +65,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadExtent:
-    """An extent of a data file that must not be used any more; `found_at` is in seconds since 1970."""
+    """An extent of a data file that is damaged and never used again; `found_at` is in seconds since 1970."""
 
     extent: Extent
     reason: str
@@ -77,7 +78,7 @@ def rolled_back_to_text(marks: Sequence[RolledBack]) -> str:
 
 
 def rolled_back_from_text(text: str) -> tuple[RolledBack, ...]:
-    """Return the roll-backs that `rolled_back_to_text` made this text of.
+    """Return the roll-backs from a text that `rolled_back_to_text` made.
 
     Raises:
         ValueError, TypeError: the text is not of that form.
@@ -91,7 +92,7 @@ def parameters_to_text(parameters: Sequence[ParameterSpec]) -> str:
 
 
 def parameters_from_text(text: str) -> tuple[ParameterSpec, ...]:
-    """Return the parameters that `parameters_to_text` made this text of.
+    """Return the parameters from a text that `parameters_to_text` made.
 
     Raises:
         ValueError, TypeError: the text is not of that form.
@@ -117,7 +118,7 @@ def _json_list(items: Iterable[Sequence[object]]) -> str:
 
 
 def shards_from_text(text: str) -> tuple[Shard, ...]:
-    """Return the shards that `shards_to_text` made this text of.
+    """Return the shards from a text that `shards_to_text` made.
 
     Raises:
         ValueError, TypeError: the text is not of that form.

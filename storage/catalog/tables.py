@@ -13,9 +13,9 @@ from storage.base.errors import ConflictError, DataLossError, DeviceError, DiskF
 FORMAT_VERSION = 6
 REMEDY = "restore the whole state directory from a backup, or use another one"
 
-# SQLite truncates its log to this size after a large commit.
+# SQLite truncates its log to this many bytes after a large commit.
 _LOG_BYTES = 64 << 20
-# Errors while the catalog is opened that do not mean that the file is damaged.
+# SQLite's error codes which do not mean that the file is damaged if they occur while the catalog is opened.
 _NO_DAMAGE = (
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
@@ -52,8 +52,9 @@ _TABLES_OF_5 = (
     file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL, reason TEXT NOT NULL,
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
 )
-# The statements that make the tables, by format version. Format 6 added a column to `jobs`. Its statement is what
-# `add_settled` makes of the former one, so that all catalogs of this format have the same text.
+# The statements that make the tables, by format version. Format 6 added a column to `jobs`. In format 6 the statement
+# for `jobs` is the text that SQLite keeps after `add_settled`, so that `find_version` accepts new and migrated catalogs
+# alike.
 _TABLES = {
     5: _TABLES_OF_5,
     FORMAT_VERSION: tuple(
@@ -69,7 +70,7 @@ _MAX_PATH_BYTES = 512 - len("-journal")
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open or create the database file. The caller wraps this call and all later ones in `errors`.
+    """Open or create the database file. The caller uses the connection within `errors`, which translates exceptions.
 
     Raises:
         DataLossError: the file's header has a write version that SQLite does not know.
@@ -101,7 +102,7 @@ def create_tables(db: sqlite3.Connection) -> None:
 
 
 def add_settled(db: sqlite3.Connection) -> None:
-    """Add to the tables of format 5 what format 6 has. Call this inside a transaction."""
+    """Add to the tables of format 5 the column that format 6 added. Call this inside a transaction."""
     db.execute("ALTER TABLE jobs ADD COLUMN settled INTEGER")
 
 
@@ -155,14 +156,14 @@ def _expected(version: int) -> set[tuple[str, ...]]:
 
 @contextmanager
 def errors(path: Path, *, opening: bool = False) -> Iterator[None]:
-    """Translate SQLite's errors within the block to the engine's types.
+    """Translate SQLite's errors within the block to the engine's exception types.
 
     While `opening`, an error of an unknown cause, or a row that cannot be parsed, is translated to DataLossError.
     """
     try:
         yield
     except sqlite3.Error as error:
-        # Extended codes carry the primary one in their low byte.
+        # The low byte of SQLite's extended error codes is the primary code, and only primary codes are compared here.
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             raise DiskFullError(

@@ -30,18 +30,18 @@ from storage.tiers.gpu import GpuTier
 from storage.tiers.host import HostTier
 from storage.tiers.lent import LentMemory
 
-# A function that returns the ranges that a holder has now.
+# A function that returns the ranges of the arena that a holder has when it is called.
 Ranges = Callable[[], Iterable[ArenaRange]]
 
 
 class Holder(enum.StrEnum):
-    """The holder of bytes of a tier. Each used byte is counted for exactly one holder."""
+    """What uses bytes of a tier. The accountant counts each used byte of a tier for exactly one holder."""
 
     FIXED = "fixed"
     """The daemon itself, from its start to its end: the arena's header and the optimizer's buffers."""
 
     JOBS = "jobs"
-    """Versions on backing tiers, and copies in host memory that hold bytes or whose slabs are placed there."""
+    """Versions on backing tiers; host copies that hold bytes, or whose slabs are placed in host memory."""
 
     READERS = "readers"
     """Versions that a reader holds and that belong to no job any more."""
@@ -67,12 +67,13 @@ class Holder(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierAccount:
-    """The used bytes of one tier, by holder."""
+    """The account of one tier for operators: how many of its used bytes each holder has."""
 
     tier: TierName
     used_bytes: int
     held_bytes: Mapping[Holder, int]
-    # The bytes that were allocated or freed while the account was taken; if there are none, it is of one instant.
+    # The bytes that were allocated or freed while the store summed up its holders' bytes. If this is 0, the account
+    # shows the bytes of one instant.
     moved_bytes: int = 0
 
     @property
@@ -94,7 +95,10 @@ class TierAccount:
 
 
 class Accountant:
-    """Takes the accounts of the tiers of one engine."""
+    """Computes for the tiers of one engine which holder uses how many bytes.
+
+    The daemon calls it when an operator asks, and tests call it to find leaks.
+    """
 
     def __init__(
         self,
@@ -121,7 +125,8 @@ class Accountant:
         self._gradients = gradients
         self._readers = readers
         self._fixed_bytes = fixed_bytes
-        # Accounts are taken one at a time, because those of a million slabs take a hundred MiB meanwhile.
+        # This lock is held while an account is taken: two at once would need too much memory, because the account of a
+        # million slabs uses a hundred MiB.
         self._taking = asyncio.Lock()
 
     async def take(
@@ -133,9 +138,9 @@ class Accountant:
     ) -> list[TierAccount]:
         """Return for each tier, fastest first, which holder uses how many of its bytes.
 
-        This visits all slabs, in slices. A range that has several holders counts for the first of: sessions,
-        quarantine, operations under way, jobs. A region counts for the first of: jobs, kept steps, readers, sessions,
-        operations under way.
+        This visits all slabs, and lets the event loop run other tasks in between. A range that has several holders
+        counts for the first of: sessions, quarantine, operations under way, jobs. A region counts for the first of:
+        jobs, kept steps, readers, sessions, operations under way.
 
         Args:
             leased: returns the ranges of the arena that sessions have leased.
@@ -147,7 +152,8 @@ class Accountant:
             held = {Holder.JOBS: remote.used_bytes}
             accounts.insert(1, TierAccount(tier=remote.name, used_bytes=remote.used_bytes, held_bytes=held))
         if self._gpu.is_in_use:
-            # The device memory that sessions have offered holds leases, and copies of slabs.
+            # The used device memory is divided between two holders: ranges that clients have leased, and other copies
+            # of slabs.
             used, in_leases = self._gpu.used_bytes, self._gpu.leased_bytes
             held = {Holder.JOBS: used - in_leases, Holder.LEASES: in_leases}
             accounts.insert(0, TierAccount(tier=self._gpu.name, used_bytes=used, held_bytes=held))
@@ -160,8 +166,9 @@ class Accountant:
         async with self._taking:
             tiers = (self._host, *self._backing)
             moved = [tier.counters.moved_bytes for tier in tiers]
-            # During the walk, bytes may pass from one of these holders to a slab that was visited before, or from a
-            # reader to a kept step. So these holders are read before the walk, and again after it.
+            # During the walk over the slabs, bytes may pass from a session or an operation to a slab that was visited
+            # before, or from a reader to a kept step. The account would then miss these bytes. So sessions, operations
+            # and readers are read before the walk and again after it.
             ranges = self._ranges(leased, quarantined)
             new, lent = self._new_regions(), list(spilled())
             read = [reader.regions for reader in self._readers]
@@ -217,7 +224,7 @@ class Accountant:
     def _host_account(
         self, copies: set[ArenaRange], ranges: dict[ArenaRange, Holder], before: dict[ArenaRange, Holder]
     ) -> TierAccount:
-        """Return the account of the host tier; `before` are the `ranges` from before the walk."""
+        """Return the account of the host tier. `before` has the ranges and holders before the walk over the slabs."""
         held = Counter({Holder.FIXED: self._fixed_bytes})
         for range_, holder in ranges.items():
             held[holder] += range_.nbytes
@@ -228,12 +235,16 @@ class Accountant:
 
 
 def _groups(jobs: Iterable[Job]) -> Iterator[Group]:
-    # The groups of a job are listed when the walk comes to the job, because some may be registered meanwhile.
+    # The groups of a job are listed only when the walk over all slabs comes to the job, because clients may register
+    # groups during the walk.
     return (group for job in jobs for group in list(job.groups.values()))
 
 
 class _Regions:
-    """Regions of the backing tiers, each of which counts for the holder with which it was added first."""
+    """The regions of the backing tiers that an account has found so far, by holder.
+
+    A region that is added for several holders counts for the first of them.
+    """
 
     def __init__(self, durable: DurableTier[Any]) -> None:
         self._durable = durable

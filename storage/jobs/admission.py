@@ -37,8 +37,8 @@ class Limit:
     Attributes:
         what: the limit's name in error texts, for example "the quota of job 'a'".
         covers: returns whether the limit covers a job, given the job's name.
-        host_bytes: the most bytes of the host tier; None: only the budget limits them.
-        nvme_bytes: the most bytes of the durable tier; None: only the budget limits them.
+        host_bytes: the most bytes of the host tier; None if only the budget limits them.
+        nvme_bytes: the most bytes of the durable tier; None if only the budget limits them.
         counts_readers: whether the limit also covers the bytes of steps that only readers hold, even of deleted jobs.
     """
 
@@ -50,7 +50,10 @@ class Limit:
 
 
 class Admission:
-    """Admits what jobs and readers need, or raises BudgetExceededError."""
+    """Checks whether the budgets and limits have room for what jobs and readers are about to need.
+
+    The registry, the readers and the kept steps call it before they change anything; a refusal is BudgetExceededError.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Admission:
         units_of_a_rank_alone: int,
         gradients_of_a_rank: int,
     ) -> None:
-        """Check against the budgets of `host` and `backing`, between which `gradients` moves what is parked.
+        """Check needs against the budgets of `host` and `backing`; `gradients` moves parked tensors between them.
 
         Args:
             tile_bytes: the bytes of the host budget that the optimizer's tile buffers use.
@@ -80,7 +83,8 @@ class Admission:
         self._tile_bytes = tile_bytes
         self._units_of_a_rank_alone = units_of_a_rank_alone
         self._gradients_of_a_rank = gradients_of_a_rank
-        # The need of all jobs. It is None if it may have changed since it was computed.
+        # The host memory that all jobs need, kept from the last computation. It is None if the need may have changed
+        # since then, so that it must be computed again.
         self._known_need: HostNeed | None = None
 
     def reserve(self) -> None:
@@ -90,7 +94,8 @@ class Admission:
 
     def reserve_for_reader(self, job: Job) -> None:
         """Make sure that a step of the job can be kept beside the steps to come, or raise BudgetExceededError."""
-        # A job without ranks writes no further steps, so only bytes that are in host memory alone need new room.
+        # A job without ranks writes no further steps, so for such a job only bytes that have no version on NVMe yet
+        # need new room there.
         tally = job.tally
         alone = sum(slab.paged_bytes for slab in tally.unsaved)
         for tier in self._backing:
@@ -105,9 +110,9 @@ class Admission:
 
         The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or a
         kept step shares with a slab of a job with ranks are added as well, because the next steps replace them in the
-        slab, and then only the reader or the kept step holds them. So are gradients that are placed on NVMe, all
-        gradients if the host budget (None: the present one) does not hold those of a step, and activations for which
-        room was reserved.
+        slab, and then only the reader or the kept step holds them. Gradients that are placed on NVMe are added, too; if
+        the host budget (None: the present one) cannot hold the gradients of a step, all gradients are added.
+        Activations are added if room was reserved for them.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
         reserved = self._gradients.reserved_for_activations
@@ -138,7 +143,7 @@ class Admission:
         return self._all_need().fits_without_spilling(budget, self._fixed_bytes)
 
     def must_park(self, job: Job, limits: Iterable[Limit] = ()) -> bool:
-        """Return whether the ranks of a job are to park gradients, because the budget or a limit may not hold all.
+        """Return whether the ranks of a job are to park gradients: host memory may be too small for those of a step.
 
         Args:
             job: the job.
@@ -153,36 +158,38 @@ class Admission:
     def room_for_parked(self, prefetch_bytes: int) -> int:
         """Return the bytes of the arena that parked gradients may take, so that the rest of a step has its room.
 
-        All jobs keep what cannot leave the host tier, and prefetches keep `prefetch_bytes` or half of the rest.
+        The room for the bytes of all jobs that cannot leave the host tier is subtracted. So is the room for prefetches,
+        which is `prefetch_bytes`, but at most half of the rest.
         """
         return self._last_need().room_for_parked(self._host.budget_bytes, self._fixed_bytes, prefetch_bytes)
 
     def room_beside_steps(self) -> int:
-        """Return the bytes of the arena that no step needs, even if all of its gradients are in host memory."""
+        """Return the bytes of the arena that no step needs, even if host memory has all gradients of the step."""
         return self._last_need().spare_without_spilling(self._host.budget_bytes, self._fixed_bytes)
 
     def forget_need(self) -> None:
-        """Have the need of all jobs computed anew; see `_last_need`."""
+        """Discard the computed need of all jobs, so that the next use computes it anew; see `_last_need`."""
         self._known_need = None
 
     def admit_activation(
         self, job: Job, nbytes: int, limits: Iterable[Limit] = (), *, parks: bool, is_held: bool = False
     ) -> int | None:
-        """Return how many bytes of activations each rank of a job may have without parking them, if one more has room.
+        """Return how many bytes of activations a rank may have unparked at once, or None if one more does not fit.
 
-        Activations get what the rest of a step leaves of the host budget. They stay there if they take at most half of
-        it. Otherwise the durable tier needs room for all of the job's, and for its gradients. A job whose bytes on that
-        tier are limited keeps its activations in host memory only.
+        Activations may use the part of the host budget that the rest of a step does not need. If they take at most half
+        of that part, they stay in host memory. Otherwise the store may spill them, so the durable tier must have room
+        for all activations and gradients of the job. The store does not spill activations of a job whose bytes on the
+        durable tier are limited.
 
         Args:
             job: the job of the rank that asks.
             nbytes: the size of the activation.
             limits: the most bytes that the jobs of some names may use.
             parks: whether the ranks of the job park gradients, so that host memory need not have room for all of them.
-            is_held: whether the store has the activation already, and brings it back.
+            is_held: whether the store has the activation already and recalls it. Then the result is never None.
 
         Returns:
-            The bytes; None: there is no room for the activation on any tier.
+            The bytes; None if there is no room for the activation on any tier.
         """
         limits, size = list(limits), round_up(nbytes)
         active = [each for each in self._jobs if each.spec.local_ranks or each is job]
@@ -209,7 +216,7 @@ class Admission:
         return share
 
     def _reserve_for_activations(self, job: Job, more: int) -> bool:
-        """Reserve room on the durable tier for a job's activations and `more` bytes; return whether there is so much.
+        """Reserve room on the durable tier for a job's activations and `more` bytes; return whether that succeeded.
 
         The reservation lasts until the job is opened by another run.
         """
@@ -235,11 +242,12 @@ class Admission:
         return self._host.arena.header_bytes + self._tile_bytes
 
     def _last_need(self) -> HostNeed:
-        """Return the need of all jobs as it was when one of them was opened, registered, ended or deleted last.
+        """Return the host memory that all jobs needed when one of them was last opened, registered, ended or deleted.
 
-        Each lease of a gradient or an activation asks for it, and computing it takes milliseconds in a store of a
-        thousand jobs. The copies of a job without ranks may have come or gone meanwhile. So the answer may only decide
-        which gradients leave the arena and which activations come, and never whether a job is admitted.
+        Each lease of a gradient or an activation asks for the need, and computing it takes milliseconds in a store of a
+        thousand jobs, so the last result is kept. The copies of a job without ranks may have come or gone meanwhile. So
+        the answer may only decide which gradients leave the arena and which activations come, and never whether a job
+        is admitted.
         """
         if self._known_need is None:
             self._known_need = self._all_need()
@@ -249,7 +257,7 @@ class Admission:
         return self._host_need([job for job in self._jobs if job.spec.local_ranks or _has_copies(job)])
 
     def _need_under(self, limit: Limit, job: Job) -> HostNeed:
-        """Return the need of the jobs that a limit covers, of which `job` is one."""
+        """Return how much host memory the jobs under a limit need. `job` counts as one, even if it has no ranks yet."""
         names = [name for name in self._jobs.by_name if limit.covers(name)]
         layouts = [layout for name in names for layout in self._jobs.layouts(name)]
         return self._host_need([each for each in layouts if each is job or each.spec.local_ranks or _has_copies(each)])
@@ -263,7 +271,8 @@ class Admission:
         """Raise BudgetExceededError if the budget or a limit does not allow that the step of a reader is kept."""
         more = {region for region in reader.regions.values() if region is not None}
         if moved := sum(region.nbytes for region in more if region.doubtful or not region.tier.is_durable):
-            # These bytes are copied, because a kept step is durable.
+            # A kept step is durable, so bytes that are doubtful or not on the durable tier are written to that tier,
+            # and need room there.
             self._backing.durable.reserve(self._bytes_of_next_steps(self._backing.durable) + moved)
         for limit in limits:
             self.check_limit(reader.job, limit, kept=more)
@@ -272,8 +281,8 @@ class Admission:
         """Raise BudgetExceededError if the next steps of the jobs that a limit covers need more than it allows.
 
         `job` is one of these jobs, and its need is added even if it has no ranks yet. The versions of kept steps are
-        added as well, because the next steps replace them in the job's slabs and only the kept steps hold them then. So
-        are the regions in `kept`, because the caller is about to keep their step.
+        added as well, because the next steps replace them in the job's slabs and only the kept steps hold them then.
+        The regions in `kept` are added, too, because the caller is about to keep the step that has them.
         """
         if limit.host_bytes is None and limit.nvme_bytes is None:
             return
@@ -307,7 +316,7 @@ class Admission:
             )
 
     def _held_by_readers_alone(self, limit: Limit, layouts: Sequence[Job], kept: Collection[Region]) -> int:
-        """Return the bytes on NVMe that would be free if no reader held them, each region once; `kept` are not."""
+        """Return the bytes on NVMe that would be free if no reader held them. Regions in `kept` are not counted."""
         held = {
             region: region.nbytes
             for reader in self.readers
@@ -346,9 +355,9 @@ class Admission:
     def check_host_budget(self, job: Job) -> None:
         """Raise BudgetExceededError if the host budget cannot hold what all jobs need at the worst moment of a step.
 
-        The budget needs room for the bytes that cannot be evicted then, and for the optimizer's buffers. The error text
-        names `job`, which the caller registers. Of the other jobs it gives only the number, because they may belong to
-        other users.
+        The budget needs room for the bytes that cannot be evicted at that moment, and for the optimizer's buffers. The
+        error text names `job`, which the caller registers. Of the other jobs it gives only the number, because they may
+        belong to other users.
         """
         jobs = [j for j in self._jobs if j.spec.local_ranks or _has_copies(j)]
         need = self._all_need()
@@ -371,12 +380,12 @@ class Admission:
 
 
 def _missing_bytes(job: Job, tier: BackingTier[Any]) -> int:
-    """Return the bytes of a tier that the slabs of a job will need besides their complete versions."""
+    """Return the bytes that the slabs of a job will need on a tier, beyond those of their complete versions there."""
     return job.tally.missing_bytes(tier.name, _wanted(job, tier))
 
 
 def _wanted(job: Job, tier: BackingTier[Any]) -> Callable[[TierName | None], int]:
-    """Return a function of a slab's backing tier that returns how many versions of it the job needs on a tier."""
+    """Return a function that takes a slab's backing tier and returns how many versions of the slab `tier` must have."""
     return partial(versions_needed, job.spec, tier=tier.name, is_durable=tier.is_durable)
 
 

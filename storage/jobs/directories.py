@@ -33,7 +33,7 @@ from storage.tiers.nvme import NvmeRegion, NvmeTier, OnDamage
 LABEL = "paramserver.json"
 LOCK = "lock"
 CATALOG = "catalog.sqlite"
-# The label's key for the inode number of the catalog's file.
+# The key under which a data directory's label has the inode number of the catalog's file.
 INODE = "catalog_inode"
 
 
@@ -62,7 +62,7 @@ async def open_nvme(
         read_threads: the number of reading threads of each file.
         write_threads: the number of writing threads of each file.
         nice: the niceness of these threads.
-        stuck_after_seconds: the time after which a device that does not answer counts as stuck.
+        tracer, on_damage: see NvmeTier.
         on_freed: see NvmeTier.
 
     Raises:
@@ -127,7 +127,7 @@ async def adopt(state_dir: Path, directories: Sequence[Path]) -> None:
 
 
 class _Lock:
-    """The lock of a directory, which the exit stack `locks` releases unless `keep` was called.
+    """The lock of a directory. The exit stack `locks` releases it at its end, unless `keep` was called.
 
     Attributes:
         fd: the descriptor that holds the lock.
@@ -144,7 +144,7 @@ class _Lock:
         locks.callback(self._release)
 
     def keep(self) -> None:
-        """Take note that the caller closes the descriptor, which holds the lock, from now on."""
+        """Keep the lock when the exit stack ends. The caller closes the descriptor later, and so releases the lock."""
         self._kept = True
 
     def _release(self) -> None:
@@ -159,7 +159,7 @@ async def _find_files(
     used: Iterable[Extent],
     locks: AsyncExitStack,
 ) -> dict[int, tuple[Path, _Lock | None]]:
-    """Lock the directories, and return the directory of each file and its lock, by the file's number.
+    """Lock the data directories, and return the directory of each data file and its lock, by the file's number.
 
     The state directory has None in place of a lock, because the engine has locked it already.
     """
@@ -203,8 +203,9 @@ async def _number_of(catalog: Catalog, directory: Path, known: Mapping[int, str]
                 "--nvme-dir of each data directory; to use both, give this one other --nvme-dir"
             )
         return int(label["file"])
-    # An earlier start may have crashed after it recorded the file in the catalog and before it wrote the label. Then
-    # that record is used.
+    # The catalog may have a number for the data file although its directory has no label: an earlier start of the
+    # daemon recorded the file in the catalog and crashed before it wrote the label. In this case the file keeps the
+    # recorded number.
     number = next((n for n, where in known.items() if where == str(directory) and n not in set(holding)), None)
     if number is None:
         if str(directory) in known.values():
@@ -225,7 +226,7 @@ def _check_store(catalog: Catalog, directory: Path, label: Mapping[str, Any], kn
 
 
 def _owner(catalog: Catalog) -> dict[str, int]:
-    """Return the part of a label that identifies the catalog to which the directory belongs."""
+    """Return the field of a label that identifies the catalog of the store: the inode number of the catalog's file."""
     return {INODE: syscalls.identity_of(catalog.path)[1]}
 
 

@@ -1,4 +1,4 @@
-"""The registry, which adds, changes and deletes jobs and groups, after admission.py has admitted what they need.
+"""The registry, which adds, changes and deletes jobs and groups, after admission.py has admitted the room they need.
 
 This module must not own a table of jobs: the jobs are in job_table.py, because the admission and the damage log read
 them, too.
@@ -36,7 +36,10 @@ from storage.tiers.host import HostTier
 
 
 class JobRegistry:
-    """Opens, lays out, registers and deletes the jobs of one store."""
+    """Opens and deletes jobs in the job table of one store, gives them new layouts, and registers their groups.
+
+    `Engine` calls these methods; the catalog is not changed here.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class JobRegistry:
         host_cache: HostCache,
         admission: Admission,
     ) -> None:
-        """Make a registry of the jobs in `jobs`."""
+        """Make a registry that adds jobs to the table `jobs` and removes them from it."""
         self._jobs = jobs
         self._host = host
         self._backing = backing
@@ -55,11 +58,12 @@ class JobRegistry:
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[JobRecord]) -> None:
-        """Restore all jobs as their last durable commits left them, and all kept steps.
+        """Enter all jobs, as their last durable commits left them, and all kept steps into the job table.
 
-        Of one job, `stored` has older layouts first.
+        If `stored` has several layouts of a job, older ones come first.
         """
-        # A version may belong to a job and to several kept steps. It is one region, which all of them hold.
+        # The regions by their extents, so that a version that belongs to a job and to several kept steps is one region,
+        # which all of them hold.
         regions: dict[tuple[Extent, ...], Region] = {}
         for record in stored:
             job = self._restored(record, regions)
@@ -71,7 +75,7 @@ class JobRegistry:
             self._jobs.by_name[job.spec.name] = job
 
     def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
-        """Return the job as it is now, or None, if the caller may have it; see `Engine.open_job` for what this raises.
+        """Return the job as it is now, or None if there is none. This raises what `Engine.open_job` raises.
 
         A caller that names a layout gets the job in any layout, if the models agree.
         """
@@ -90,7 +94,11 @@ class JobRegistry:
         return job
 
     def unfinished(self, spec: JobSpec) -> Job | None:
-        """Return the job for a run that goes on with its unfinished step; None if it has none that fits the run."""
+        """Return the job for a run that goes on with the job's unfinished step.
+
+        Returns:
+            The job; None if it has no unfinished step, or if its layout is another one than the run's.
+        """
         self.check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is None or job.pending is None or job.pending.abandoned or not job.pending.at_rest.is_set():
@@ -106,21 +114,25 @@ class JobRegistry:
         self.check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is not None and job.newest is None:
-            # The engine has freed the bytes that an earlier run left, so another client opened this job since then, and
-            # it has hardly any slabs.
+            # `Engine.open_job` freed the uncommitted job of an earlier run before it called this method. So a job
+            # without a committed step here is one that another client opened meanwhile, with few slabs or none. Freeing
+            # these slabs at once does not block the event loop for long.
             self._remove(job)
             self._free_slabs(job.slabs())
             job = None
         if job is None:
             self._jobs.by_name[spec.name] = job = Job(spec, created_at=time.time())
-        # The number of ranks on this node may have changed, so take the new specification. A job in another layout
-        # keeps its specification, without ranks.
+        # The number of ranks on this node may have changed, so the job takes the specification of the new run. If the
+        # run has another layout, the job keeps its own specification, without ranks, until the new layout replaces it.
         job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
         self.admission.forget_need()
         return job
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
-        """Return the job in a new layout (see `Engine.lay_out`). It has no other new layout and no pending step."""
+        """Return the job in a new layout; see `Engine.lay_out`.
+
+        The caller has freed any other new layout of the job, and has abandoned its pending step.
+        """
         name = spec.name
         self.check_not_deleting(name)
         if self._jobs.by_name.get(name) is not job:
@@ -147,16 +159,20 @@ class JobRegistry:
             before.announce()
 
     def _replace(self, before: Job, job: Job) -> None:
-        """Enter `job` as the layout that replaces `before`."""
+        """Record in both layouts that the layout `job` replaces the layout `before` of the same job."""
         job.older = [*before.older, before]
         before.older, before.successor = [], job
 
     async def free_copies(self, job: Job) -> None:
-        """Remove the ranks of a job, and free its copies that are not the only ones (see `Engine.end_run`)."""
+        """Detach the ranks of an ended run from a job, and free its host copies (see `Engine.end_run`).
+
+        Copies whose bytes are in host memory only are not freed.
+        """
         job.spec = job.spec.without_ranks()
         async for slab in in_slices(list(job.slabs())):
             if job.spec.local_ranks:
-                # Another run has attached the job since this call began, and needs the copies.
+                # Another run has attached the job since this call began, and needs the job's host copies, so no more of
+                # them are freed.
                 return
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
                 self._host_cache.free_copy(slab)
@@ -166,8 +182,8 @@ class JobRegistry:
     def deleting(self, name: str) -> Iterator[Job | None]:
         """Return the job, and keep clients from opening or deleting it within the context.
 
-        Otherwise a run that began during the deletion would lose its job. None is returned if nothing but kept steps is
-        left of the job, as after a restart if no commit of it was durable.
+        Without this, a run that began during the deletion would lose its job. The context yields None if only kept
+        steps are left of the job, which is so after a restart if no commit of the job was durable.
         """
         job = self._jobs.by_name.get(name) if name in self._jobs.kept else self._jobs.job(name)
         self.check_not_deleting(name)
@@ -178,12 +194,12 @@ class JobRegistry:
             self._deleting.remove(name)
 
     def check_not_deleting(self, name: str) -> None:
-        """Raise ConflictError while a job is being deleted."""
+        """Raise ConflictError if the job with this name is being deleted now (see `deleting`)."""
         if name in self._deleting:
             raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
     async def free(self, job: Job) -> None:
-        """Take one layout of a job out of memory, and free its bytes in all tiers, in slices.
+        """Take one layout of a job out of memory, and free its bytes in all tiers; other tasks run in between.
 
         A repeated call has no effect. The catalog must not name the layout any more.
         """
@@ -192,17 +208,21 @@ class JobRegistry:
             await self.free_slabs(list(job.slabs()))
 
     async def free_slabs(self, slabs: Iterable[Slab]) -> None:
-        """Free the bytes of slabs in all tiers, in slices. No table leads to these slabs any more."""
+        """Free the bytes of slabs in all tiers, and let the event loop run other tasks between them.
+
+        The caller has removed the slabs from all tables.
+        """
         walk = self._freeing(slabs)
         try:
             async for _ in in_slices(walk):
                 pass
         finally:
-            # If this call is cancelled, free the remaining slabs at once, because no table leads to them any more.
+            # If this call is cancelled, free the remaining slabs at once, because no table names them any more, so no
+            # later call could free them.
             deque(walk, maxlen=0)
 
     def _remove(self, job: Job) -> None:
-        """Take one layout of a job out of the registry. Its bytes stay."""
+        """Take one layout of a job out of the job table. Its bytes stay, and the caller frees them."""
         current = self._jobs.by_name[job.spec.name]
         if current is job:
             del self._jobs.by_name[job.spec.name]
@@ -214,14 +234,14 @@ class JobRegistry:
         job.announce()
 
     def _free_slabs(self, slabs: Iterable[Slab]) -> None:
-        """Free the bytes of slabs in all tiers, without a pause."""
+        """Free the bytes of slabs in all tiers, before any other task of the event loop runs."""
         deque(self._freeing(slabs), maxlen=0)
 
     def _freeing(self, slabs: Iterable[Slab]) -> Iterator[None]:
         """Free the bytes of slabs in all tiers; yield after each slab.
 
-        Their versions are removed as well. Otherwise a fetch that waits for room would read bytes that are freed here,
-        and free them again.
+        The versions are removed from the slabs as well, because a fetch that waits for room would otherwise read bytes
+        that are freed here, and free them again.
         """
         for slab in slabs:
             slab.deleted = True
@@ -234,8 +254,8 @@ class JobRegistry:
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
         """Register groups (see `Engine.register`); return the new placement of each slab whose placement changed."""
         until = self._host.deadline()
-        # Hold the lock, because a registration takes many slices and waits for room, and another registration may name
-        # the same groups.
+        # Groups are registered under the job's lock, because a registration takes many slices and waits for room, and
+        # another registration may name the same groups.
         async with self._registering_until(job, until):
             if not self._jobs.has(job):
                 raise ConflictError(f"job {job.spec.name!r} is not laid out as it was any more; open it again")
@@ -264,7 +284,7 @@ class JobRegistry:
 
     @asynccontextmanager
     async def _registering_until(self, job: Job, until: float) -> AsyncIterator[None]:
-        """Hold the lock of a job's registrations. Raise BudgetExceededError if it is not free before `until`."""
+        """Hold the lock of a job's registrations. Raise BudgetExceededError if the lock is not free before `until`."""
         try:
             async with asyncio.timeout_at(until):
                 await job.registering.acquire()
@@ -298,7 +318,7 @@ class JobRegistry:
         return self.new_group(job, spec)
 
     def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
-        """Move the slabs of a stored group to the placements that the client wants; `undo` moves them back."""
+        """Move the slabs of a stored group to the placements that the client wants; closing `undo` moves them back."""
         moved: dict[SlabKey, TierName] = {}
         for slab in group.slabs:
             placement = wanted.slab_of_kind[slab.key.kind].placement
@@ -336,7 +356,7 @@ class JobRegistry:
         self._host_cache.free_copy(slab)
 
     async def _allocate_at_home(self, groups: Sequence[Group], until: float) -> None:
-        """Allocate a copy for every slab that is placed in the host tier. Its bytes are read when first needed."""
+        """Allocate a copy for every slab that is placed in the host tier. The bytes are read when first needed."""
         async for slab in in_slices(slab for group in groups for slab in group.slabs):
             if slab.at_home_in_host and slab.copy is None:
                 range_ = await self._host_cache.room_for(slab, until=until)
@@ -362,7 +382,7 @@ class JobRegistry:
         return group
 
     def _restored(self, stored: JobRecord, regions: dict[tuple[Extent, ...], Region]) -> Job:
-        """Return a job as the catalog has it.
+        """Make the job of a record of the catalog, and return it.
 
         `regions` has the regions that were restored before; this function adds those that it restores.
         """
@@ -378,15 +398,19 @@ class JobRegistry:
                 slab.latest = max(slab.versions, default=None)
                 job.tally.remove_if_clean(slab, min(job.durable, default=None), recorded=True)
         job.index.add_at_once(job.groups.values())
-        # Compute these cached values at the start of the daemon, because computing them later would make the client
-        # that opens the job, and all other clients, wait.
+        # Compute the cached digest and the dictionary of the model's parameters at the start of the daemon. Computing
+        # them later would make the client that opens the job, and all other clients, wait.
         _ = job.spec.model.digest, job.spec.model.by_name
         return job
 
     def _region(
         self, version: StoredVersion, label: str, nbytes: int, regions: dict[tuple[Extent, ...], Region]
     ) -> Region:
-        """Return the region of a stored version, with one holder more if it was restored before."""
+        """Return the region of a stored version.
+
+        A job and its kept steps share versions. If the version was restored before, the result is the same region,
+        held once more.
+        """
         known = regions.get(version.extents)
         if known is not None and known.label == label:
             self._backing.hold(known)
@@ -416,7 +440,7 @@ def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec], ba
 
 
 def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
-    """Return whether the job can go on in its stored layout."""
+    """Return whether a run with the specification `wanted` can go on in the stored layout of the job."""
     try:
         check_layout(stored, wanted)
     except ConflictError:

@@ -1,10 +1,10 @@
-"""Kept steps: committed steps that a client has named, and that stay whole until a client has them forgotten.
+"""Kept steps: committed steps that a client has named, and that stay whole until a client forgets them.
 
-A kept step shares the regions of the versions that it sees with its job, so keeping a step copies nothing that is on
-NVMe already. In memory and in the catalog it is a job of its own with one commit: later commits, roll-backs and new
-layouts of the original job do not change it. This module owns the order of the changes: the regions are held and synced
-before the catalog names the kept step, and freed after the catalog has forgotten it. When a job is deleted, this module
-must never leave one of its kept steps behind.
+A kept step shares with its job the regions of the versions that the step consists of, so keeping a step copies no bytes
+that are on NVMe already. In memory and in the catalog it is a job of its own with one commit: later commits, roll-backs
+and new layouts of the original job do not change it. This module owns the order of the changes: the regions are held
+and synced before the catalog names the kept step, and freed after the catalog has forgotten it. When a job is deleted,
+this module must never leave one of its kept steps behind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from storage.tiers.contract import Region
 
 log = logging.getLogger(__name__)
 
-# The most steps that are kept of one job, so that a list of them fits into one message.
+# The most kept steps of one job, so that a list of them fits into one message.
 MOST_KEPT = 1000
 
 
@@ -45,14 +45,17 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSize:
-    """The bytes of a kept step on NVMe, and how many of them would be free without it: the price of keeping it."""
+    """The bytes of a kept step on NVMe, and how many of them (`alone_bytes`) forgetting the step would free."""
 
     nbytes: int
     alone_bytes: int
 
 
 class KeptSteps:
-    """Keeps steps and forgets them."""
+    """Keeps committed steps under names, and forgets them, for all jobs of one engine.
+
+    A checkpoint of a client refers to a kept step.
+    """
 
     def __init__(
         self,
@@ -73,10 +76,11 @@ class KeptSteps:
         self._renewal = renewal
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
-        # Held while the catalog and the table of kept steps change, so that both always have the same kept steps.
+        # This lock is held while the catalog and the table of kept steps change, so that both always have the same kept
+        # steps.
         self._changing = asyncio.Lock()
-        # Readers whose steps a failed transaction may have kept after all. Their regions are freed when a later
-        # transaction has made sure that it has not.
+        # Readers whose regions are freed as soon as no transaction is in doubt. A transaction whose COMMIT failed may
+        # become valid after a crash, and the step that it keeps would then need the regions.
         self._in_doubt: list[StepReader] = []
         self._under_way: set[asyncio.Task[Any]] = set()
 
@@ -88,7 +92,7 @@ class KeptSteps:
         return steps[name]
 
     def known(self, job: Job, step: int, name: str) -> Job | None:
-        """Return the kept step of this name if it is the wanted step; None if the name is free.
+        """Return the job's kept step with this name, if it is the step `step`; None if no kept step has the name.
 
         Raises:
             AlreadyExistsError: the name belongs to another step of the job.
@@ -103,8 +107,8 @@ class KeptSteps:
                     "(`paramserver-admin forget`)"
                 )
             return None
-        # After a roll-back a job may have committed another step with the same number. The times of the two commits
-        # differ.
+        # After a roll-back a job may have committed another step with the same number. The kept step is the same one
+        # only if the times of the two commits are equal.
         same = (
             step not in job.retained or job.retained[step].committed_at == known.retained[known.first_step].committed_at
         )
@@ -116,14 +120,14 @@ class KeptSteps:
         return known
 
     async def keep(self, job: Job, step: int | None, name: str, *, note: str = "", limits: Sequence[Limit] = ()) -> Job:
-        """Keep a committed step under a name until `forget`, whatever is trained, rolled back or laid out meanwhile.
+        """Keep a committed step under a name until `forget`, also through later steps, roll-backs and new layouts.
 
         The step is durable when this returns, also if no commit of the job is. Bytes that are only in host memory are
         written to NVMe first; bytes on NVMe are not copied. A repeated call has no effect.
 
         Args:
-            step: the step; None: the newest settled one.
-            note: what the caller says about the step, for operators.
+            step: the number of the step, or None for the newest settled one.
+            note: a text about the step, which operators see.
             limits: the most bytes that the jobs of some names may use.
 
         Returns:
@@ -155,7 +159,8 @@ class KeptSteps:
                 f"step {wanted} of job {job.spec.name!r} cannot be kept: {error}; or forget kept steps "
                 "(`paramserver-admin forget`)"
             ) from error
-        # A cancellation does not stop the change once it has begun, because its transaction must come to a known end.
+        # Once the keeping of the step has begun, a cancellation of the caller does not stop it, because its transaction
+        # in the catalog must come to a known end.
         return await self._finished(self._keep(reader, name, note))
 
     async def _keep(self, reader: StepReader, name: str, note: str) -> Job:
@@ -172,7 +177,8 @@ class KeptSteps:
                 if known is not None:
                     return known
                 await self._in_catalog_thread(lambda: self._record(kept))
-                # From here on the kept step holds the regions.
+                # From here on the kept step holds the regions, so the reader that held them must not free them when it
+                # is closed.
                 reader.regions = {}
                 self._jobs.add_kept(kept)
         finally:
@@ -181,9 +187,11 @@ class KeptSteps:
         return kept
 
     async def _make_durable(self, reader: StepReader) -> None:
-        """Bring the bytes of a reader's step onto the durable tier, and sync them."""
+        """Write bytes of a reader's step that are doubtful or not on the durable tier to that tier, and sync it."""
         is_synced = False
-        # The sync of another job may fail beside this one, and make bytes doubtful that this one does not report.
+        # A sync for another job may fail at the same time and mark bytes of this step as doubtful, while the sync for
+        # this step succeeds. So the regions of the step are looked at after each sync, and doubtful ones are written
+        # again.
         while not is_synced:
             for slab, region in list(reader.regions.items()):
                 if region is not None and (region.doubtful or not region.tier.is_durable):
@@ -192,7 +200,7 @@ class KeptSteps:
             is_synced = not any(region is not None and region.doubtful for region in reader.regions.values())
 
     async def _new_job(self, reader: StepReader, name: str, note: str) -> Job:
-        """Return the job that stands for the kept step. It names the regions of the reader, but does not hold them."""
+        """Return the job that represents the kept step. It refers to the reader's regions, but does not hold them."""
         spec = replace(reader.job.spec.without_ranks(), kept=name, note=note)
         kept = Job(spec, created_at=time.time(), first_step=reader.step)
         kept.retained, kept.durable, kept.settled = {reader.step: reader.record}, {reader.step}, reader.step
@@ -207,7 +215,7 @@ class KeptSteps:
         return kept
 
     def _record(self, kept: Job) -> None:
-        """Enter a kept step into the catalog. This runs in the catalog's thread."""
+        """Enter a kept step and its versions into the catalog. This runs in the catalog's thread."""
         stored_as = self._backing.durable.stored
         written: dict[SlabKey, tuple[int, StoredVersion]] = {
             slab.key: (version, StoredVersion(*stored_as(region)))
@@ -221,7 +229,7 @@ class KeptSteps:
             self._catalog.set_settled(kept.spec.stored_as, record.step)
 
     async def _close(self, reader: StepReader) -> None:
-        """Free the regions that a reader holds, as soon as no transaction can make its step a kept one."""
+        """Free the regions that a reader holds, once no transaction whose COMMIT failed can still keep its step."""
         self._in_doubt.append(reader)
         try:
             await self._resolve_doubt()
@@ -238,7 +246,7 @@ class KeptSteps:
     async def forget(self, job: str, name: str) -> None:
         """Forget a kept step of a job, and free the bytes that neither the job nor another kept step needs.
 
-        A cancellation does not stop the change.
+        If the caller is cancelled, the step is forgotten nevertheless.
 
         Raises:
             NotFoundError: the job keeps no step under that name.
@@ -279,12 +287,12 @@ class KeptSteps:
         return {name: _size(kept, holders) for name, kept in steps.items()}
 
     async def close(self) -> None:
-        """Wait until no change is under way."""
+        """Wait until all calls of `keep` and `forget` have ended. The engine calls this when it closes."""
         if self._under_way:
             await asyncio.wait(self._under_way)
 
     async def _finished(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Wait for a change, and return its result. It goes on if the caller is cancelled."""
+        """Wait for `work`, which keeps or forgets a step; return its result. If the caller is cancelled, it goes on."""
         task = unlogged(asyncio.ensure_future(work))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)

@@ -1,4 +1,4 @@
-"""Readers of committed steps, which are opened here, and ranges of the arena that they fill.
+"""This module opens readers of committed steps, and fills ranges of the arena with bytes of these steps.
 
 This module must never let a reader see a step that is being overwritten: it waits until the step is whole, or refuses.
 """
@@ -19,7 +19,7 @@ from storage.tiers.host import HostTier
 
 
 class StepReaders:
-    """Opens the readers of all jobs."""
+    """Opens readers of committed steps (`StepReader`), for clients that read or keep a step while training goes on."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class StepReaders:
 
         Args:
             job: the job.
-            step: the step; None: the newest settled one.
-            unsettled: without `step`, the newest step of this store, although other nodes may lack it.
+            step: the number of the step, or None for the newest settled one.
+            unsettled: if `step` is None, take the newest step of this store instead, although other nodes may lack it.
 
         Raises:
             NotFoundError: the step is not retained.
@@ -59,7 +59,7 @@ class StepReaders:
         return await self._backing.watch.unless_stuck(opening, release=StepReader.close)
 
     async def hold(self, job: Job, step: int | None, *, unsettled: bool = False) -> StepReader:
-        """Return a reader as `open` does, but wait as long as a device does not answer."""
+        """Return a reader as `open` does, but wait without a time limit if a device does not answer."""
         await self._until_whole(job, settled=step is None and not unsettled)
         wanted = self.default_step(job, unsettled=unsettled) if step is None else step
         self._committer.check_retained(job, wanted)
@@ -78,9 +78,10 @@ class StepReaders:
         """Wait while the commit of a step overwrites bytes of the one before that are only in host memory.
 
         With `settled`, the newest settled step is to be read: if its bytes are overwritten, wait until the trainers
-        have settled the next one, or have gone.
+        have settled the next step, or their run has ended.
         """
-        # This is a loop because the next commit may have begun before this task runs again.
+        # The job is looked at again after each wait, because the next commit may have begun before this task runs
+        # again.
         while job.tally.has_unbacked:
             if job.pending is not None and not job.pending.at_rest.is_set():
                 await job.pending.at_rest.wait()
@@ -106,7 +107,7 @@ class StepReaders:
         return step
 
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        """Return a range of the arena that `fill` has filled. The range is charged to the job until it is freed.
+        """Allocate a range of the arena, fill it with `fill`, and return it. It counts as the job's until it is freed.
 
         Args:
             job: the job.

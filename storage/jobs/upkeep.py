@@ -28,7 +28,7 @@ from storage.tiers.contract import BackingTier, Region
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldStep:
-    """A committed step of which the store holds the bytes.
+    """A committed step whose bytes the store holds, as the list of a job's steps shows it to operators.
 
     Attributes:
         record: the commit.
@@ -58,7 +58,7 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The progress of a verification; `damage` is the error of the bytes that were read last, if they are damaged."""
+    """The progress of `Upkeep.verify` after one read; `damage` is the error if the bytes of this read are damaged."""
 
     verified_bytes: int
     total_bytes: int
@@ -84,8 +84,8 @@ class Moved:
 def versions_on(tier: BackingTier[Any], jobs: Iterable[Job]) -> Iterator[Region]:
     """Yield the regions of all versions of some jobs on a tier, each once.
 
-    The caller may wait between two regions, because a store may have a million of them. It then gets no version that
-    was added meanwhile to a slab that was visited before, and may get one that was freed.
+    The caller may wait between two regions, because a store may have a million of them. A caller that waits gets no
+    version that was added meanwhile to a slab that was visited before, and may get a version that was freed meanwhile.
     """
     seen: set[Region] = set()
     for job in jobs:
@@ -99,7 +99,7 @@ def versions_on(tier: BackingTier[Any], jobs: Iterable[Job]) -> Iterator[Region]
 
 
 class Upkeep:
-    """The work of one store for its operators."""
+    """Carries out the requests of operators on one store: it lists, verifies, evicts and promotes."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Upkeep:
         scrubber: Scrubber,
         readers: Iterable[StepReader],
     ) -> None:
-        """Keep the parts of the engine. `readers` are the open readers of all jobs, now and later."""
+        """Keep the parts of the engine. `readers` always has the open readers of all jobs."""
         self._readers = readers
         self._jobs = jobs
         self._backing = backing
@@ -125,7 +125,8 @@ class Upkeep:
         Raises:
             NotFoundError: the store has neither a job nor a kept step of this name.
         """
-        # A closed reader holds no regions, and is among the readers until no session refers to it any more.
+        # Closed readers are not checked. They hold no regions, but stay in the set of readers until no session refers
+        # to them.
         readers = [reader for reader in self._readers if reader.regions]
         found = _Found()
         for layout in self._layouts(name):
@@ -146,7 +147,7 @@ class Upkeep:
     def _layouts(self, name: str) -> Sequence[Job]:
         """Return a job in all its layouts; empty if only kept steps of it are left.
 
-        Raise NotFoundError if there is neither.
+        Raise NotFoundError if the store has neither the job nor a kept step of it.
         """
         if name not in self._jobs.by_name and self._jobs.kept_steps(name):
             return []
@@ -199,7 +200,7 @@ class Upkeep:
         return moved
 
     async def promote(self, name: str) -> Moved:
-        """Bring the newest bytes of a job into host memory, as far as there is room that is free.
+        """Bring the newest bytes of a job into host memory, as far as there is free room. Nothing is evicted for them.
 
         Raises:
             NotFoundError: the store has no job of this name.
@@ -223,7 +224,10 @@ class Upkeep:
 
 
 async def _slabs(jobs: Iterable[Job]) -> AsyncIterator[tuple[Job, Slab]]:
-    """Yield the slabs of some jobs, each with its job, in slices."""
+    """Yield each slab of some jobs together with its job.
+
+    Between two slabs the event loop may run its other tasks, because a store may have a million slabs.
+    """
     for job in jobs:
         async for slab in in_slices(list(job.slabs())):
             yield job, slab
@@ -232,20 +236,22 @@ async def _slabs(jobs: Iterable[Job]) -> AsyncIterator[tuple[Job, Slab]]:
 def _may_be_promoted(job: Job, slab: Slab) -> bool:
     """Return whether a slab's newest bytes may be brought into host memory now.
 
-    They may not while an update writes the slab, or a client writes initial values to its place in host memory.
+    The answer is no while an update writes the slab, or while a client writes initial values to its place in host
+    memory.
     """
     write = None if job.pending is None else job.pending.writes.get(slab)
     if write is not None and not write.done():
         return False
     if slab.copy is None:
-        # A copy of a slab at home in host memory is never evicted. A run gives the slab its place when it registers it.
+        # A slab whose home is host memory gets its copy when a run registers the slab, and this copy is never evicted.
+        # So while such a slab has no copy, it waits for a run to register it, and is not promoted.
         return not slab.at_home_in_host
     return not slab.copy.is_written
 
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """A step while its bytes are counted."""
+    """What `_Found` knows of one committed step: its properties, and the regions and copies that hold its bytes."""
 
     record: CommitRecord
     layout: str
@@ -261,22 +267,22 @@ class _Step:
 
 
 class _Found:
-    """The steps of one job that were found so far."""
+    """The steps of one job that `Upkeep.steps` has found so far: retained ones, kept ones, and those of readers."""
 
     def __init__(self) -> None:
-        # The keys have the time, because a step that a job commits again after a roll-back has the same number as
-        # before.
+        # A step is found by its job, its number and the time of its commit, because a step that a job commits again
+        # after a roll-back has the same number as before.
         self._steps: dict[tuple[str, int, float], _Step] = {}
 
     def step(self, job: Job, record: CommitRecord) -> _Step:
-        """Return the entry of a commit, which is a new one if the commit was not found before."""
+        """Return the entry of a commit in this collection. If there is none, add an entry without bytes."""
         key = (job.spec.identity, record.step, record.committed_at)
         if key not in self._steps:
             self._steps[key] = _Step(record=record, layout=job.spec.layout, world_size=job.spec.world_size)
         return self._steps[key]
 
     async def add_layout(self, job: Job) -> None:
-        """Add the retained steps of one layout of the job."""
+        """Enter the retained steps of one layout of the job into this collection, and count the bytes of each step."""
         newest, durable = job.newest, set(job.durable)
         steps = {number: self.step(job, record) for number, record in job.retained.items()}
         for number, step in steps.items():
@@ -294,14 +300,14 @@ class _Found:
                     step.host_bytes += slab.copy.arena_range.nbytes
 
     def held(self) -> Sequence[HeldStep]:
-        """Return all steps, oldest first."""
+        """Return all steps that were found, oldest first, with the sizes of their bytes."""
         holders = Counter(region for step in self._steps.values() for region in step.regions)
         ordered = sorted(self._steps.values(), key=lambda step: (step.record.step, step.record.committed_at))
         return [_held(step, holders) for step in ordered]
 
 
 def _version_seen(slab: Slab, step: int, *, is_durable: bool) -> int | None:
-    """Return the version of a slab that a step sees; None if there is none, or if its bytes are gone."""
+    """Return the version of a slab that a step sees; None if there is none, or if the version's bytes are gone."""
     if slab.backed or is_durable:
         return slab.version_at(step)
     return slab.latest if slab.latest is not None and slab.latest <= step else None

@@ -1,8 +1,8 @@
 """This module writes host copies to NVMe for snapshots and readers, which need bytes that are in host memory only.
 
-It owns the claims: while a slab is claimed, its newest bytes do not change, because its updates and puts wait. A slab
-is written once for all its claims. This module must never leave a claim behind, because the slab could not be updated
-any more.
+This module owns the claims: while a slab is claimed, its newest bytes do not change, because its updates and puts wait.
+The slab is written once for all its claims. This module must never leave a claim behind, because the slab could not be
+updated any more.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from storage.tiers.host import HostTier
 class CopyClaim:
     """One snapshot's or reader's claim on the newest bytes of a slab.
 
-    The claimant always releases it, also after an error.
+    The claimant always releases the claim, also after an error.
     """
 
     def __init__(self, slab: Slab, version: int) -> None:
-        """Join the claims on the slab. `version` is the step of the slab's newest bytes."""
+        """Claim the newest bytes of the slab, which the step `version` wrote. They do not change until `release`."""
         if slab.copy_write is None:
             slab.copy_write = CopyWrite()
         self.slab = slab
@@ -43,7 +43,7 @@ class CopyClaim:
 
 
 class CopyWrites:
-    """Writes the host copies of claimed slabs to the durable tier."""
+    """Writes the host copies of claimed slabs to the durable tier, once for all claims on a slab."""
 
     def __init__(self, host: HostTier, backing: BackingTiers, host_cache: HostCache) -> None:
         self._host = host
@@ -87,7 +87,10 @@ class CopyWrites:
 
 
 def _has(slab: Slab, version: int) -> bool:
-    """Return whether a version is still the slab's newest one. A deleted slab has none: nothing would free a region."""
+    """Return whether a claimed version can still be written: it is the slab's newest one, and the slab was not deleted.
+
+    A deleted slab must get no region, because no task would free it.
+    """
     return slab.latest == version and not slab.deleted
 
 

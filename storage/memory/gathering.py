@@ -19,9 +19,11 @@ from storage.state.slab import Slab
 from storage.state.versions import Job
 from storage.tiers.base import PAGE_BYTES, round_up
 
-# In the buffer of a gathering, each range begins at a multiple of this. It is a multiple of all element sizes.
+# The store reads several ranges of tensors into one buffer. Each range begins there at a multiple of this many bytes,
+# which is a multiple of all element sizes.
 GATHER_ALIGNMENT = 16
-# A stretch ends before a gap of more than one block. It is at most this long, unless a single range is longer.
+# The most bytes of one slab that are read at once for several ranges. A read also ends before a gap of more than one
+# block between two ranges. Only a single range that is longer makes a longer read.
 _MOST_STRETCH_BYTES = 8 * BLOCK_BYTES
 
 
@@ -47,16 +49,16 @@ class InPlace(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The bytes `[start, stop)` of a slab, which go to byte `at` of the buffer."""
+    """The bytes `[start, stop)` of a slab, which are copied to byte `at` of the buffer after they were read."""
 
     start: int
     stop: int
     at: int
 
     def continues(self, before: _Piece) -> bool:
-        """Return whether this piece lies behind `before` in the slab as it does in the buffer.
+        """Return whether this piece is as far behind `before` in the slab as in the buffer.
 
-        Between the two pieces there is only the padding that aligns the second one.
+        The two are then read as one piece. Between them there is only the padding that aligns the second one.
         """
         gap = self.start - before.stop
         return 0 <= gap < GATHER_ALIGNMENT and self.at - before.at == self.start - before.start
@@ -86,7 +88,7 @@ class Stretch:
 
 
 class Gathering:
-    """Many ranges of a job's tensors, which are read into one buffer.
+    """The plan for a read of many ranges of a job's tensors into one buffer: which bytes of which slab go where.
 
     The buffer has the ranges in their order, each from a multiple of GATHER_ALIGNMENT on.
 
@@ -137,7 +139,7 @@ class Gathering:
             self._pieces.setdefault(slab, []).append(_Piece(start + whole, stop, at + whole))
 
     def stretches(self) -> Iterator[tuple[Slab, Stretch]]:
-        """Return all stretches to read and copy from, each with its slab."""
+        """Return the stretches of all slabs, each with its slab. The reader reads them and copies their pieces."""
         return ((slab, stretch) for slab, pieces in self._pieces.items() for stretch in _stretches(sorted(pieces)))
 
 

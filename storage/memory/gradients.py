@@ -10,7 +10,8 @@ client may write to, or that a tile of an update reads.
 written once, parked, recalled and freed, as a gradient is, and what this module says of gradients holds for it, too.
 Its size is not known before the client asks, so no budget was admitted for it: `Admission.admit_activation` lends it
 only what the rest of a step leaves. An activation may be spilled only if the admission has reserved room on the durable
-tier for those of its job. Its requests for room wait behind all others; see `ScratchRanges.allocate_last`.
+tier for the activations of its job. Requests for room for activations wait behind all others; see
+`ScratchRanges.allocate_last`.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from storage.tiers.io_engine import Priority
 
 log = logging.getLogger(__name__)
 
-# A request waits for so long until the next update ends that frees its gradient. After that such gradients are spilled,
-# too. The update of a large unit takes 0.3 s on a device of 1 GB/s. The wait has an end because an update may itself
-# wait for bytes that need room.
+# While a request waits for room, gradients that an update under way will free are not spilled for this long, because
+# such an update probably ends sooner. If none ends by then, these gradients are spilled, too. The update of a large
+# unit takes 0.3 s on a device of 1 GB/s. The wait has an end because an update may itself wait for bytes that need
+# room.
 PATIENCE_SECONDS = 1.0
 
 
 class _Patience:
-    """The time for which requests wait for the next update that frees its gradient.
+    """A timer for requests that wait until an update frees its gradient; see PATIENCE_SECONDS.
 
     Args:
-        act: called when the time is over. Only until it returns, `lasts` is false.
+        act: called when the time is over; it spills gradients. `lasts` is false only while `act` runs.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -55,13 +57,13 @@ class _Patience:
         self._is_over = False
 
     def lasts(self) -> bool:
-        """Return whether requests may still wait. The first call begins the time."""
+        """Return whether requests still wait for an update to free its gradient. The first call starts the timer."""
         if self._timer is None and not self._is_over:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._end)
         return not self._is_over
 
     def renew(self) -> None:
-        """Have the next call of `lasts` begin the time anew."""
+        """Stop the timer because an update has ended; the next call of `lasts` starts it again with the whole time."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -76,10 +78,13 @@ class _Patience:
 
 
 class Gradients:
-    """The gradients and activations of all jobs of one engine."""
+    """Allocates, parks, spills, recalls and frees the gradients and activations of all jobs of one engine.
+
+    Sessions call it for their clients, and updates read the gradients through it.
+    """
 
     def __init__(self, host: HostTier, backing: BackingTiers, scratch: ScratchRanges, room: Callable[[], int]) -> None:
-        """Keep the parts of the engine. `room` returns the bytes of the arena that parked gradients may take."""
+        """Keep the parts of the engine. `room` returns how many bytes of the arena parked gradients may take."""
         self._host = host
         self._backing = backing
         self._scratch = scratch
@@ -88,7 +93,7 @@ class Gradients:
         # parked. The first gradient is needed last, because gradients come in the reverse order of the updates.
         self._kept: dict[Parkable, None] = {}
         self._kept_bytes = 0
-        # The tasks that write what is being spilled, and the regions that they write.
+        # The task that writes each gradient or activation that is being spilled, and the region that the task writes.
         self._spills: dict[Parkable, asyncio.Task[None]] = {}
         self._writing: dict[Parkable, Region] = {}
         # The gradients and activations that have a region on the durable tier.
@@ -97,9 +102,9 @@ class Gradients:
         self._activations: dict[Parkable, str] = {}
         # The bytes of the durable tier that the admission has reserved for the activations of each job, by its name.
         self.reserved_for_activations: Counter[str] = Counter()
-        # The bytes of gradients, and those of activations, that were spilled since the start.
+        # The bytes of gradients, and those of activations, that were spilled since the start, by the class.
         self.spilled_ever: Counter[type[Parkable]] = Counter()
-        # Tasks that wait for room, which a failed spill ends with its error.
+        # Tasks that wait for room. A failed spill cancels them, and its error is raised to their callers.
         self._waiting: set[asyncio.Future[ArenaRange]] = set()
         self._failure: StorageError | None = None
         self._patience = _Patience(self.relieve)
@@ -107,7 +112,7 @@ class Gradients:
 
     @property
     def regions(self) -> Collection[Region]:
-        """The regions that hold spilled gradients and activations."""
+        """The regions of backing tiers that hold spilled gradients and activations."""
         return [memory.region for memory in self._spilled if memory.region is not None]
 
     @property
@@ -199,7 +204,10 @@ class Gradients:
         return self._host.tensor(gradient.arena_range, gradient.dtype, gradient.numel)
 
     def park(self, memory: Parkable) -> None:
-        """Take note that the client does not touch a gradient until it recalls it. It does not wait; idempotent."""
+        """Park a gradient or an activation: the client does not touch it until it recalls it, so it may be spilled.
+
+        This does not wait. A repeated call has no effect.
+        """
         if memory.is_parked or memory.is_freed:
             return
         state = memory.enter(ParkVerb.PARK)
@@ -207,7 +215,8 @@ class Gradients:
             self.free(memory)
             return
         if state is ParkState.SPILLED:
-            # The client was bringing it back, and the region has its bytes still.
+            # The client asked to recall this gradient and parks it again before its bytes were read. Its region on NVMe
+            # still has the bytes, so the range in the arena is freed.
             self._free_range(memory)
         elif state is ParkState.KEPT:
             self._keep(memory)
@@ -217,8 +226,8 @@ class Gradients:
 
     def free_after(self, update: asyncio.Task[None], gradient: Gradient) -> None:
         """Free a gradient as soon as its update is done."""
-        # A callback frees the gradient, and not the end of the update, because an update that is cancelled before it
-        # begins does not run to its end.
+        # A done-callback of the update's task frees the gradient, and not the last line of the task, because a task
+        # that is cancelled before it begins does not run at all.
         update.add_done_callback(lambda _: self.free(gradient))
 
     def free_when_used_up(self, gradient: Gradient) -> None:
@@ -231,7 +240,7 @@ class Gradients:
         gradient.update.add_done_callback(lambda _: self._end_last_use(gradient))
 
     def _end_last_use(self, gradient: Gradient) -> None:
-        """Free a gradient whose update is done, if it is parked, and have patience with the next one."""
+        """Free a gradient whose update is done, if it is parked, and give the next update the whole time to end."""
         self._patience.renew()
         if gradient.is_used_up:
             self.free(gradient)
@@ -263,7 +272,7 @@ class Gradients:
             raise
 
     def _begin_recall(self, memory: Parkable) -> ParkState:
-        """Note that the client waits for the bytes, also if it has parked them again before it had the answer."""
+        """Enter the state of bytes that the client waits for, also if it parked them again during an earlier recall."""
         state = memory.enter(ParkVerb.RECALL)
         self._unkeep(memory)
         return state
@@ -299,10 +308,10 @@ class Gradients:
             self._free_region(memory)
 
     def take_range(self, memory: Parkable) -> ArenaRange | None:
-        """Free a gradient but for its range of the arena, which it returns.
+        """Free a gradient except for its range of the arena, and return the range.
 
-        The client may still write to the range, so the caller passes it to `HostTier.free` when no process can. None is
-        returned if the gradient is not in the arena.
+        The client may still write to the range, so the caller passes it to `HostTier.free` only when no process can
+        write to it any more. The result is None if the gradient is not in the arena.
         """
         range_, memory.arena_range = memory.arena_range, None
         self.free(memory)
@@ -319,7 +328,7 @@ class Gradients:
         return gradient.region
 
     def end_read(self, gradient: Gradient, place: ArenaRange | Region) -> None:
-        """End what `begin_read` began."""
+        """Release the range or the region `place` that `begin_read` returned."""
         if not isinstance(place, ArenaRange):
             self._backing.free(place)
             return
@@ -330,8 +339,8 @@ class Gradients:
     def relieve(self) -> None:
         """Begin to spill parked gradients if they exceed their room, or if requests wait for room.
 
-        Those that an update under way frees are spilled only if no such update ends within PATIENCE_SECONDS, because a
-        spill takes as long as the update's own reads and writes of so many bytes.
+        Gradients that an update under way will free are spilled only if no such update ends within PATIENCE_SECONDS,
+        because a spill takes as long as the update's own reads and writes of so many bytes.
         """
         if not self._kept:
             return
@@ -340,7 +349,8 @@ class Gradients:
         short = wanted - sum(memory.nbytes for memory in self._spills)
         if max(excess, short) <= 0:
             return
-        # An update that runs frees its gradient soon, so only a request that waits has it spilled.
+        # A running update frees its gradient soon, so the gradients of running updates do not count against the room of
+        # parked gradients. They are spilled only if a request waits for room.
         excess -= sum(memory.nbytes for memory in self._kept if memory.is_updating)
         for memory in list(self._in_leaving_order()):
             if max(short, 0 if memory.is_updating else excess) <= 0:
@@ -352,7 +362,7 @@ class Gradients:
             excess -= memory.nbytes
 
     def relieve_jobs(self, jobs: Collection[str]) -> None:
-        """Begin to spill one parked gradient of these jobs, unless one is being spilled."""
+        """Begin to spill one parked gradient of the jobs with these names, unless one is being spilled."""
         if any(memory.job in jobs for memory in self._spills):
             return
         found = next((memory for memory in self._in_leaving_order() if memory.job in jobs), None)
@@ -360,13 +370,13 @@ class Gradients:
             self._begin_spill(found)
 
     async def close(self) -> None:
-        """Wait for the spills under way."""
+        """Wait until the spills under way have ended. The engine calls this when it closes."""
         self._patience.renew()
         while self._spills:
             await asyncio.wait(list(self._spills.values()))
 
     def _in_leaving_order(self) -> Iterator[Parkable]:
-        """Yield what is parked in the arena and may be spilled, in the order in which it is to leave the arena."""
+        """Yield the parked bytes that may be spilled, in the order in which they are to leave the arena."""
         leaving = (memory for memory in self._kept if memory.may_leave(self.reserved_for_activations))
         yield from sorted(leaving, key=lambda memory: memory.leaving_rank)
 
@@ -380,7 +390,7 @@ class Gradients:
             self._kept_bytes -= memory.nbytes
 
     async def _room_for(self, memory: Parkable) -> ArenaRange:
-        """Wait for a range of the arena. A spill that fails meanwhile ends the wait with its error."""
+        """Wait for a range of the arena. If a spill fails meanwhile, this raises the spill's error."""
         if memory.is_served_last:
             allocation = self._scratch.allocate_last(memory.job, memory.nbytes, memory.label)
         else:
@@ -408,7 +418,8 @@ class Gradients:
         range_ = memory.arena_range
         try:
             if range_ is None or memory.is_freed:
-                # The gradient was freed, or its range was taken, before this task had its first turn.
+                # The gradient was freed, or its range in the arena was taken from it, before this task began to run, so
+                # there are no bytes to spill.
                 return
             async with self._backing.new_version(self._backing.durable.name, memory.nbytes, memory.label) as region:
                 self._writing[memory] = region
@@ -436,7 +447,7 @@ class Gradients:
             self._free_region(memory)
 
     def _fail(self, memory: Parkable, error: StorageError) -> None:
-        """Take note that a spill has failed: the gradient stays in the arena, and waiting requests get the error."""
+        """End a failed spill: the gradient stays in the arena, and the requests that wait for room raise the error."""
         log.error("%s cannot be spilled: %s", memory.label, error)
         self._failure = error
         waiting, self._waiting = self._waiting, set()
@@ -457,5 +468,5 @@ class Gradients:
 
 
 def _of_kind(kind: type[Parkable], memories: Iterable[Parkable]) -> Iterator[Parkable]:
-    """Yield those that are gradients, or activations."""
+    """Yield those of the given gradients and activations that are of one kind: `Gradient` or `Activation`."""
     return (memory for memory in memories if isinstance(memory, kind))

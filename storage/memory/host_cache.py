@@ -16,19 +16,22 @@ from storage.tiers.host import HostTier
 
 
 class EvictionOrder:
-    """The set of copies in use, and the order in which the other copies in the host tier are evicted."""
+    """The set of copies in use, and the order in which the other copies in the host tier are evicted.
+
+    The host tier evicts copies in this order when an allocation finds no room.
+    """
 
     def __init__(self) -> None:
         self._evictable: dict[HostCopy, Slab] = {}
-        # A heap of (negated next use, sequence number, copy). An outdated entry stays in the heap until it comes to the
-        # top, or until outdated entries are more than half of the heap.
+        # The copies that can be evicted, as a heap of (negated next use, sequence number, copy). An outdated entry
+        # stays in the heap until it comes to the top, or until outdated entries are more than half of the heap.
         self._by_next_use: list[tuple[float, int, HostCopy]] = []
         self._sequence = itertools.count()
         self.pinned: set[HostCopy] = set()
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of copies in use."""
+        """The bytes of the copies that are pinned, because a client or the engine uses them."""
         return sum(copy.arena_range.nbytes for copy in self.pinned)
 
     @property
@@ -37,7 +40,7 @@ class EvictionOrder:
         return sum(copy.arena_range.nbytes for copy in self._evictable)
 
     def add(self, slab: Slab, copy: HostCopy) -> None:
-        """Add a copy to those that can be evicted."""
+        """Make a copy evictable, because its last pin was released."""
         self._evictable[copy] = slab
         self._rank(copy)
 
@@ -66,11 +69,11 @@ class EvictionOrder:
         return copy.arena_range
 
     def can_evict(self, copy: HostCopy) -> bool:
-        """Return whether a copy can be evicted."""
+        """Return whether a copy is among those that can be evicted: it has no pin, and is not at home."""
         return copy in self._evictable
 
     def _rank(self, copy: HostCopy) -> None:
-        """Enter a copy that can be evicted into the heap by its next use."""
+        """Enter a copy into the heap that orders the evictable copies by their next use."""
         heapq.heappush(self._by_next_use, (-copy.next_use, next(self._sequence), copy))
         if len(self._by_next_use) > 2 * len(self._evictable) + 64:
             self._by_next_use = [entry for entry in self._by_next_use if self._holds(entry)]
@@ -79,7 +82,7 @@ class EvictionOrder:
     def _holds(self, entry: tuple[float, int, HostCopy]) -> bool:
         """Return whether a heap entry is up to date.
 
-        It is if its copy can be evicted, and has the next use of the entry.
+        An entry is up to date if its copy can be evicted and has the entry's next use.
         """
         negated, _, copy = entry
         return copy in self._evictable and copy.next_use == -negated
@@ -92,7 +95,10 @@ class EvictionOrder:
 
 
 class HostCache:
-    """All copies in the host tier. A copy without pins can be evicted, unless its slab is placed in the host tier."""
+    """Pins, evicts and frees the slabs' copies in the host tier.
+
+    A copy without pins can be evicted, unless its slab is placed in the host tier.
+    """
 
     def __init__(self, host: HostTier, order: EvictionOrder) -> None:
         """Manage the copies in `host`. `order` is the eviction order that `host` uses to make room."""
@@ -101,12 +107,12 @@ class HostCache:
 
     @property
     def pinned_ranges(self) -> Iterable[ArenaRange]:
-        """Ranges of the arena that hold copies in use."""
+        """The ranges of the arena that hold pinned copies."""
         return (copy.arena_range for copy in self._order.pinned)
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of copies in use."""
+        """The bytes of the copies that are pinned, because a client or the engine uses them."""
         return self._order.leased_bytes
 
     @property
@@ -138,7 +144,7 @@ class HostCache:
         self._order.remove(copy)
 
     def pin_to_write(self, copy: HostCopy) -> None:
-        """Pin a copy that has no pins, to write other bytes to it."""
+        """Pin a copy that has no pins, and mark its bytes as invalid, because the caller writes other bytes to it."""
         copy.step = None
         copy.is_written = True
         self.pin(copy)
@@ -146,8 +152,8 @@ class HostCache:
     def unpin(self, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
         """Release a pin.
 
-        With its last pin, a copy away from home is freed if it does not hold its slab's newest bytes; otherwise it can
-        be evicted from then on.
+        When the last pin of a copy that is not at home is released, the copy is freed if it does not hold its slab's
+        newest bytes; otherwise it can be evicted from then on.
         """
         copy.pins -= 1
         copy.next_use = next_use
@@ -164,8 +170,9 @@ class HostCache:
     def make_evictable(self, slab: Slab, copy: HostCopy) -> None:
         """Release the only pin of a copy that an update is writing, so that it can be evicted while the update waits.
 
-        The copy is not at home. If it was evicted before the update pins it again, the slab has no copy any more. It is
-        freed at once if a fetch has given the slab another copy, so that each copy that can be evicted is its slab's.
+        The copy is not at home. If it was evicted before the update pins it again, the slab has no copy any more.
+        `copy` is freed at once if a fetch has given the slab another copy, because only the slab's own copy may be
+        among those that can be evicted.
         """
         copy.pins -= 1
         copy.idle.set()
@@ -188,7 +195,7 @@ class HostCache:
         return copy.arena_range
 
     def adopt(self, slab: Slab, copy: HostCopy) -> None:
-        """Give a slab that has no copy this one, which no task uses yet."""
+        """Make `copy`, which no task uses yet, the copy of a slab that has none."""
         slab.copy = copy
         self.pin(copy)
         self.unpin(slab, copy)
@@ -196,7 +203,7 @@ class HostCache:
     def free_copy(self, slab: Slab) -> None:
         """Take the copy away from its slab, even a copy at home.
 
-        Free it now if it has no pins, else with its last pin.
+        The copy is freed now if it has no pins, and otherwise when its last pin is released.
         """
         copy, slab.copy = slab.copy, None
         if copy is not None and not copy.pins:

@@ -58,7 +58,7 @@ class ParkState(enum.Enum):
 
 
 class ParkVerb(enum.Enum):
-    """The transitions."""
+    """The events that change the `ParkState` of a gradient or an activation; see [Note: the transitions]."""
 
     PARK = enum.auto()
     BEGIN_SPILL = enum.auto()
@@ -102,8 +102,8 @@ class Parkable:
     Attributes:
         job: the name of its job.
         label: its name in error texts, made as those of versions are.
-        size_bytes: its bytes.
-        state: where it is; only `enter` changes it.
+        size_bytes: its bytes, without padding to pages.
+        state: where its bytes are, and who may touch them; only `enter` changes it.
         arena_range: where it is in the arena; None if it is not there.
         region: where it is on the durable tier; None if it is not there.
         readers: the number of tiles of an update that read `arena_range`, which stays until there are none.
@@ -132,59 +132,60 @@ class Parkable:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in whole pages."""
+        """The size of the gradient or activation in whole pages."""
         return round_up(self.size_bytes)
 
     @property
     def is_parked(self) -> bool:
-        """Whether the client may not touch it before it has recalled it.
+        """Whether the client must recall the gradient or activation before it may touch it.
 
-        This holds of freed bytes, too: their recall is what tells the client that they are freed.
+        Freed bytes count as parked, too, because a client that wants them must ask to recall them, and gets
+        NotFoundError.
         """
         return self.state not in (ParkState.IN_USE, ParkState.WANTED, ParkState.RECALLING)
 
     @property
     def is_freed(self) -> bool:
-        """Whether its memory is free, or will be when the last user has gone."""
+        """Whether the memory is free, or will be when the last spill or tile of an update that uses it has ended."""
         return self.state is ParkState.FREED
 
     @property
     def is_in_arena(self) -> bool:
-        """Whether `Gradients.begin_read` finds it in the arena."""
+        """Whether `Gradients.begin_read` finds the bytes in the arena, and not in a region."""
         return self.arena_range is not None and self.state is not ParkState.SPILLED
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update reads it now, or is about to."""
+        """Whether an update reads the gradient now, or is about to read it."""
         return False
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it is parked, and its last use is over, so that its memory can be freed."""
+        """Whether the gradient is parked, and its last use is over, so that its memory can be freed."""
         return False
 
     @property
     def will_be_used_up(self) -> bool:
-        """Whether an update under way frees it."""
+        """Whether an update under way will free the gradient when the update is done."""
         return False
 
     @property
     def leaving_rank(self) -> int:
-        """Its place among what leaves the arena: lower ones leave first."""
+        """The rank in the order in which parked bytes leave the arena: those with a lower rank leave first."""
         return 1
 
     @property
     def leaves_when_parked(self) -> bool:
-        """Whether it leaves the arena as soon as it is parked, also if there is room."""
+        """Whether the bytes leave the arena as soon as they are parked, also if there is room."""
         return False
 
     @property
     def is_served_last(self) -> bool:
-        """Whether its requests for room wait behind those for all other bytes."""
+        """Whether requests for room for these bytes wait behind those for all other bytes."""
         return False
 
     def may_leave(self, jobs_with_room: Container[str]) -> bool:
-        """Return whether it may be spilled.
+        """Return whether the bytes may be spilled.
 
         Args:
             jobs_with_room: the jobs for whose activations there is room on the durable tier.
@@ -200,9 +201,9 @@ class Gradient(Parkable):
         dtype: the type of its elements.
         numel: their number.
         leaves_host: whether it is placed on a backing tier.
-        update: the update that uses it, from its begin until it is withdrawn; None: there is none.
+        update: the task of the update that uses the gradient; None before the update begins, or if it was withdrawn.
         waits_for_seal: whether the update waits until its step is sealed, which may be long.
-        has_last_use: whether the update is the last use that the client makes of it.
+        has_last_use: whether the client does not use the gradient after the update, so that it can be freed then.
     """
 
     dtype: DType
@@ -214,26 +215,26 @@ class Gradient(Parkable):
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it is parked, and its last use is over, so that its memory can be freed."""
+        """Whether the gradient is parked, and its last use is over, so that its memory can be freed."""
         is_over = self.update is not None and self.update.done() and not self.update.cancelled()
         return self.is_parked and self.has_last_use and is_over
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update reads it now, or is about to."""
+        """Whether an update reads the gradient now, or is about to read it."""
         return self.update is not None and not self.update.done() and not self.waits_for_seal
 
     @property
     def will_be_used_up(self) -> bool:
-        """Whether an update under way frees it."""
+        """Whether an update under way will free the gradient when the update is done."""
         return self.has_last_use and self.is_updating
 
     @property
     def leaving_rank(self) -> int:
-        """Its place among what leaves the arena: lower ones leave first.
+        """The rank in the order in which parked bytes leave the arena: those with a lower rank leave first.
 
-        First come those whose update is done, because they are read again only if it is withdrawn; last those that an
-        update is about to read.
+        Gradients whose update is done leave first, because they are read again only if the update is withdrawn.
+        Gradients that an update is about to read leave last.
         """
         if self.update is None or self.waits_for_seal:
             return 1
@@ -241,10 +242,10 @@ class Gradient(Parkable):
 
     @property
     def leaves_when_parked(self) -> bool:
-        """Whether it leaves the arena as soon as it is parked, also if there is room.
+        """Whether the bytes leave the arena as soon as they are parked, also if there is room.
 
-        It stays if an early update has read it or is about to, because then its bytes are most probably not needed
-        again.
+        A gradient stays if an early update has read it or is about to read it, because its bytes are then most probably
+        not needed again.
         """
         return self.leaves_host and (self.update is None or self.waits_for_seal)
 
@@ -255,9 +256,9 @@ class Activation(Parkable):
 
     @property
     def is_served_last(self) -> bool:
-        """Whether its requests for room wait behind those for all other bytes."""
+        """Whether requests for room for these bytes wait behind those for all other bytes."""
         return True
 
     def may_leave(self, jobs_with_room: Container[str]) -> bool:
-        """Return whether it may be spilled: if its job is one of `jobs_with_room`."""
+        """Return whether the activation may be spilled: if its job is one of `jobs_with_room`."""
         return self.job in jobs_with_room

@@ -3,8 +3,9 @@
 This module owns the fetches that wait or run. It must never raise or block because a client deviates from its trace.
 
 A demand fetch is served before any prefetch. Prefetches share a byte budget. Inside a job they run in trace order, and
-between jobs fairly, because trace positions of different jobs do not compare: a job that has run for a week would wait
-for each job that has just begun. A prefetch evicts only copies that are needed later than its own slab.
+between jobs fairly, because trace positions of different jobs do not compare: a job that has run for a week has high
+positions, and would wait for each job that began after it. A prefetch evicts only copies that are needed later than its
+own slab.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 
-# The most fetched copies that are sent to lenders at once. Others are sent when they are fetched again.
+# The most fetched copies that are sent to lenders at once. A copy beyond them is not sent, but may be sent when it is
+# fetched again.
 MOST_SENT_AT_ONCE = 2
 NO_WRITES: Mapping[Slab, asyncio.Future[Any]] = {}
 
@@ -42,8 +44,8 @@ class _Fetch:
         position: the trace position at which the slab is needed, by which a prefetch waits for its turn.
         owners: the owners of the windows that name the slab.
         waiters: the demands, each of which gets a pin of the copy.
-        task: reads the bytes; None: the fetch has not begun.
-        activity: the activity as which the fetch is traced; None: it has not begun.
+        task: the task that reads the bytes; None if the fetch has not begun.
+        activity: the activity as which the fetch is traced; None if the fetch has not begun.
     """
 
     slab: Slab
@@ -61,7 +63,7 @@ class _Fetch:
 
 @dataclass(slots=True)
 class Fetched:
-    """The bytes read from NVMe for a job, and the sum of the seconds that each read took."""
+    """Counters of one job's reads from NVMe: their bytes, and the sum of the seconds that each read took."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -69,7 +71,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowState:
-    """The window of one owner: its slabs, and how many of them are in host memory, are read, or wait."""
+    """The window of one owner: its slabs, and how many of them are in host memory, are being read, or wait."""
 
     owner: str
     slabs: int
@@ -81,7 +83,7 @@ class WindowState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueState:
-    """The fetches at one instant: those that have begun, those that wait, and those for which a client waits."""
+    """The numbers of fetches that have begun, that wait, and that a client waits for (`demands`), for operators."""
 
     in_flight_bytes: int
     in_flight_budget_bytes: int
@@ -91,7 +93,7 @@ class QueueState:
 
 
 class PrefetchQueue:
-    """The one queue of the whole store, for all jobs."""
+    """Fetches slabs from NVMe into the host tier, for all jobs of one store: on demand, and ahead for windows."""
 
     def __init__(
         self,
@@ -121,13 +123,13 @@ class PrefetchQueue:
         self._waiting: FairQueue[_Fetch] = FairQueue()
         self._windows: dict[str, dict[Slab, float]] = {}
         self._fetched: dict[str, Fetched] = {}
-        # Copies that are being sent to lenders.
+        # The tasks that send fetched copies to lenders.
         self._sending: set[asyncio.Task[None]] = set()
         host.when_room_is_made(self._pump)
 
     @property
     def depth(self) -> int:
-        """The number of fetches that wait or run."""
+        """The number of fetches from NVMe that wait or run, on demand and for windows."""
         return len(self._fetches)
 
     @property
@@ -145,7 +147,7 @@ class PrefetchQueue:
 
     @property
     def state(self) -> QueueState:
-        """The fetches at this instant."""
+        """The numbers of fetches that run or wait at this instant, and their bytes."""
         running = sum(fetch.task is not None for fetch in self._fetches.values())
         return QueueState(
             in_flight_bytes=self._in_flight,
@@ -162,7 +164,7 @@ class PrefetchQueue:
 
     @property
     def owners(self) -> list[str]:
-        """The owners of the windows."""
+        """The names of the owners that have a prefetch window. The daemon uses the ids of its sessions as names."""
         return list(self._windows)
 
     def window(self, owner: str) -> WindowState:
@@ -215,7 +217,8 @@ class PrefetchQueue:
         if fetch.task is None:
             self._leave_queue(fetch)
             self._start(fetch, None)
-        # The span of a prefetch does not tell for how long a client waits for its end, so that has a span of its own.
+        # The traced span of a prefetch does not show for how long a client waits for the prefetch to end, so the
+        # client's wait has a span of its own.
         is_late = fetch.activity is Activity.PREFETCH
         try:
             with self._tracer.span(Activity.DEMAND_FETCH, slab.label(slab.latest or 0)) if is_late else nullcontext():
@@ -248,7 +251,8 @@ class PrefetchQueue:
         if window:
             self._windows[owner] = window
         for slab, position in before.items():
-            # When a client releases a lease, it may set another next use. This next use is kept.
+            # A slab that has left the window loses the next use that the window gave it. If a client has set another
+            # next use meanwhile, by releasing a lease, that one is kept.
             if slab not in window and slab.copy is not None and slab.copy.next_use == position:
                 self._host_cache.set_next_use(slab, NEVER)
         for fetch in list(self._fetches.values()):
@@ -257,8 +261,8 @@ class PrefetchQueue:
                 self._drop_if_unwanted(fetch)
         for slab, position in window.items():
             if (write := writes.get(slab)) is not None:
-                # The update works on the slab's copy in the host tier, if there is one, so the cache must not evict
-                # this copy before the update.
+                # An update will write the slab, in the slab's copy in the host tier if there is one. So the copy gets
+                # its next use now, and the cache does not evict it before the update.
                 self._host_cache.set_next_use(slab, position)
                 write.add_done_callback(partial(self._want_written, owner, window, slab))
             else:
@@ -266,7 +270,7 @@ class PrefetchQueue:
         self._pump()
 
     def _want(self, owner: str, slab: Slab, position: float) -> None:
-        """Queue a slab of a window, unless its newest bytes are in the host tier."""
+        """Queue the fetch of a slab of a window, unless the slab's newest bytes are in the host tier."""
         if slab.current_copy:
             self._host_cache.set_next_use(slab, position)
             return
@@ -280,7 +284,7 @@ class PrefetchQueue:
                 self._waiting.push(fetch, (Share(job, self._weight_of(job)),), order=position)
 
     def _want_written(self, owner: str, window: dict[Slab, float], slab: Slab, write: asyncio.Future[Any]) -> None:
-        """Queue a slab of a window after its update, unless the update failed or `owner` has another window by now."""
+        """Queue the fetch of a slab whose update is done, unless that failed or `owner` has another window by now."""
         if self._windows.get(owner) is window and not write.cancelled() and write.exception() is None:
             self._want(owner, slab, window[slab])
             self._pump()
@@ -314,7 +318,7 @@ class PrefetchQueue:
             self._fetches.pop(fetch.slab, None)
 
     def _pump(self) -> None:
-        """Start the prefetches for which there is budget and room now."""
+        """Start the waiting prefetches for which the budget of prefetches and the host tier have room now."""
         without_room: set[str] = set()
         while (fetch := self._waiting.peek(excluding=without_room)) is not None:
             nbytes = round_up(fetch.slab.nbytes)
@@ -322,7 +326,8 @@ class PrefetchQueue:
                 return
             range_ = self._host.try_allocate(nbytes, fetch.position)
             if range_ is None:
-                # The job's later slabs may evict even fewer copies, so skip the whole job.
+                # A slab of the job that is needed later may evict even fewer copies than this one, so the whole job is
+                # skipped until there is more room.
                 without_room.add(fetch.slab.key.job_name)
                 continue
             self._waiting.take(fetch, nbytes)
@@ -359,9 +364,9 @@ class PrefetchQueue:
             self._pump()
 
     def _send_to_lender(self, slab: Slab, copy: HostCopy, position: float) -> None:
-        """Begin to send bytes that were fetched to a lender that has room for them, so that the next fetch is quicker.
+        """Begin to send fetched bytes to a lender that has room for them, so that the next fetch takes less time.
 
-        The copy is pinned meanwhile, so that its bytes stay as they are.
+        The copy is pinned while its bytes are sent, so that they do not change.
         """
         region = None if copy.step is None or copy.at_home else slab.versions.get(copy.step)
         if region is None or len(self._sending) >= MOST_SENT_AT_ONCE:
@@ -382,30 +387,35 @@ class PrefetchQueue:
         """Return a pinned copy of the slab's newest bytes. If the bytes change while they are read, read them again."""
         slab = fetch.slab
         if range_ is not None and (slab.deleted or (slab.copy is not None and slab.copy.at_home)):
-            # A copy at home is read into its own place.
+            # The bytes of a slab at home are read into the copy that it has, so this range is not needed.
             self._host.free(range_)
             range_ = None
         while (copy := slab.copy) is not None and copy.at_home and copy.is_written:
             await copy.idle.wait()
         slab.check_present()
         if copy is not None and copy.at_home:
-            # If the copy is not current, a roll-back has discarded its bytes, so the older ones are read.
+            # If a copy at home does not have the newest bytes, a roll-back has discarded them, so the bytes of the
+            # older step are read into it.
             self._host_cache.pin(copy)
         else:
             if range_ is None:
                 range_ = await self._host_cache.room_for(slab)
             copy = HostCopy(range_, step=None, at_home=slab.at_home_in_host)
             self._host_cache.pin(copy)
-            # While this fetch waited, an update may have given the slab a copy to work on.
+            # While this fetch waited for room, an update may have given the slab a copy that it writes to. The fetched
+            # copy becomes the slab's copy instead, so that readers get the old bytes. The update's copy is freed when
+            # the update releases its pin.
             self._host_cache.free_copy(slab)
             slab.copy = copy
-        # The stamp of the bytes in the copy. A step does not tell, because an update that was withdrawn may have been
-        # made again meanwhile.
+        # The slab's stamp (a number that changes with its newest bytes) shows whether the copy still has the newest
+        # bytes. The number of their step does not show it, because an update that was withdrawn may have been made
+        # again in the same step.
         stamp = slab.stamp if slab.current_copy is copy else None
         try:
             while stamp != slab.stamp:
                 if slab.copy is not copy and (newer := slab.current_copy):
-                    # A put replaced the slab's copy while this one was read.
+                    # A put replaced the slab's copy while this fetch read bytes into the former one, so the newer copy
+                    # is returned.
                     self._host_cache.pin(newer)
                     self._host_cache.unpin(slab, copy)
                     return newer

@@ -1,7 +1,7 @@
 """Ranges of the arena that belong to no slab: gradients, bytes staged for a later step, and ranges of tensors.
 
-This module owns which job each range is charged to, and the requests that wait behind all others for room. The caller
-that allocates a range frees it or hands it over: these ranges are never evicted.
+This module owns the record of which job is charged for each range, and the queue of requests that wait for room behind
+all others. The caller that allocates a range frees it or hands it over: these ranges are never evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from storage.tiers.host import HostTier
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _LastRequest:
-    """A request of `ScratchRanges.allocate_last`, which waits since a time on the loop's clock."""
+    """A waiting request of `ScratchRanges.allocate_last`; `since` is its time of arrival on the loop's clock."""
 
     job: str
     label: str
@@ -31,26 +31,26 @@ class _LastRequest:
 
 
 class ScratchRanges:
-    """The scratch ranges of all jobs."""
+    """Allocates ranges of the arena that belong to no slab, and counts the bytes of each job's ranges."""
 
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._owners: dict[ArenaRange, str] = {}
-        # The bytes of each job's ranges, by the job's name.
+        # The bytes of the ranges that each job is charged for, by the job's name.
         self._accounts: Counter[str] = Counter()
-        # The requests behind all others, in their order.
+        # The waiting requests of `allocate_last`, oldest first. They get room only after all other requests for room.
         self._last: deque[_LastRequest] = deque()
         host.add_queue_behind(lambda: (request.since for request in self._last if not request.granted.done()))
         host.when_room_is_made(self._serve_last)
 
     @property
     def ranges(self) -> Collection[ArenaRange]:
-        """All scratch ranges."""
+        """All ranges that were allocated here, and not yet freed or handed over."""
         return self._owners.keys()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all scratch ranges."""
+        """The bytes of all `ranges`."""
         return self._accounts.total()
 
     def nbytes_of(self, job: str) -> int:
@@ -67,7 +67,7 @@ class ScratchRanges:
 
     @property
     def wanted_last_bytes(self) -> int:
-        """The bytes for which requests of `allocate_last` wait."""
+        """The sum of the bytes that the waiting requests of `allocate_last` ask for."""
         return sum(request.nbytes for request in self._last)
 
     async def allocate_last(self, job: str, nbytes: int, label: str) -> ArenaRange:
@@ -79,7 +79,7 @@ class ScratchRanges:
         Args:
             job: the name of the job.
             nbytes: the bytes that are wanted.
-            label: the name of what is to be there, for the error.
+            label: the name of the bytes that the range is for, for the text of the error.
 
         Raises:
             BudgetExceededError: there was no room before the deadline.
@@ -116,7 +116,7 @@ class ScratchRanges:
             request.granted.set_result(self._charge(request.job, range_))
 
     def _refuse(self, request: _LastRequest) -> None:
-        """Fail a request whose deadline has passed."""
+        """Make a request of `allocate_last` whose deadline has passed raise BudgetExceededError."""
         if not request.granted.done():
             request.granted.set_exception(
                 BudgetExceededError(
@@ -127,9 +127,9 @@ class ScratchRanges:
             )
 
     def allocate_free(self, nbytes: int) -> ArenaRange | None:
-        """Return a range from the bottom of the free and the lent room, charged to no job, or None.
+        """Return a range from the bottom of the free and the lent room, charged to no job; None if there is none.
 
-        It neither waits nor evicts any copy.
+        This neither waits nor evicts any copy.
         """
         range_ = self._host.allocate_free(nbytes, from_top=False, takes_back=True)
         return None if range_ is None else self._charge("", range_)
@@ -140,18 +140,18 @@ class ScratchRanges:
         return range_
 
     def free(self, range_: ArenaRange) -> None:
-        """Free a range."""
+        """Free a range of `ranges`, and stop charging its job for it."""
         self._host.free(self.hand_over(range_))
 
     def free_granted(self, request: asyncio.Future[ArenaRange]) -> bool:
-        """Free the range that a request got at the moment at which its caller was cancelled; return whether it did."""
+        """Free the range of a request whose caller was cancelled, if it was granted; return whether it was granted."""
         if not request.done() or request.cancelled() or request.exception() is not None:
             return False
         self.free(request.result())
         return True
 
     def hand_over(self, range_: ArenaRange) -> ArenaRange:
-        """Return a range that no job is charged for any more.
+        """Stop charging a job for a range that is not freed, and return the range.
 
         The range then belongs to a slab, or the caller passes it to `HostTier.free` later.
         """

@@ -5,9 +5,9 @@ is sealed, because until then the step can be abandoned. Where there is room, th
 of each slab, while the client still computes gradients, and the shadow becomes the slab's copy at the seal.
 
 Shadows take room that no request waits for, and give way: if an allocation finds no room, results that wait for their
-seal are discarded until it does, and their updates are made again in place after the seal. So they never keep a step
-from going on. They come from the bottom of the arena, where the copies at home are that they replace. This module owns
-the ranges of shadows until they are adopted. It must never evict a copy to make room.
+seal are discarded until there is room, and their updates are made again in place after the seal. So shadows never delay
+a step. They are allocated from the bottom of the arena, where the copies at home are that they replace. This module
+owns the ranges of shadows until they are adopted. It must never evict a copy to make room.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from storage.tiers.host import HostTier
 
 @dataclass(slots=True, eq=False)
 class Shadow:
-    """The shadows of all slabs of a group.
+    """The shadows of all slabs of one group: memory for the results of the group's update before the seal.
 
     Attributes:
         copies: the shadow of each slab; empty if they were adopted or freed.
         is_written: whether an update writes to them, so that they cannot be freed.
-        given_up: set when they give way to another request.
+        given_up: set when they are freed for another request. The update then runs again after the seal.
     """
 
     copies: dict[Slab, HostCopy]
@@ -42,37 +42,37 @@ class Shadow:
 
 
 class Shadows:
-    """All shadows of one engine."""
+    """Allocates shadows for the updates of one engine, and frees them when another request needs their room."""
 
     def __init__(self, host: HostTier, scratch: ScratchRanges, spare: Callable[[], int]) -> None:
         """Keep the parts of the engine. `spare` returns the bytes of the arena that the jobs' steps never need."""
         self._host = host
         self._scratch = scratch
         self._spare = spare
-        # In the order in which they were taken.
+        # All shadows, in the order in which they were taken.
         self._shadows: dict[Shadow, None] = {}
         host.when_room_is_short(self._give_way)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all shadows."""
+        """The bytes of the arena that all shadows take."""
         return sum(shadow.nbytes for shadow in self._shadows)
 
     @property
     def waiting(self) -> int:
-        """The number of groups whose results wait for their seal."""
+        """The number of groups whose results are written and wait for the seal of their step."""
         return sum(not shadow.is_written for shadow in self._shadows if shadow.copies)
 
     @property
     def spare_bytes(self) -> int:
-        """The bytes that further shadows may take, where there is as much free room."""
+        """The bytes that further shadows may take, if so much room is free."""
         return self._spare() - self.nbytes
 
     @contextmanager
     def of(self, group: Group) -> Iterator[Shadow | None]:
         """Yield shadows of a group's slabs, and free at the end those that were not adopted.
 
-        None if there is no room, or if the newest bytes of a slab are not in host memory.
+        The context yields None if there is no room, or if the newest bytes of a slab are not in host memory.
         """
         shadow = self._take(group)
         try:
@@ -83,13 +83,13 @@ class Shadows:
                 self._shadows.pop(shadow, None)
 
     def written(self, shadow: Shadow) -> None:
-        """Take note that the update has written the shadows, which wait for the seal from now on."""
+        """Mark shadows as complete. They wait for the seal from now on, and may be freed for other requests."""
         shadow.is_written = False
         if self._host.is_short:
             self._give_way()
 
     def adopt(self, shadow: Shadow) -> dict[Slab, HostCopy]:
-        """Return the shadows, which belong to their slabs from now on."""
+        """Return the shadows, so that the caller makes them the copies of their slabs. They are no shadows any more."""
         for copy in shadow.copies.values():
             self._scratch.hand_over(copy.arena_range)
         copies, shadow.copies = shadow.copies, {}

@@ -1,7 +1,8 @@
 """The table of all jobs in all their layouts, and the search for the parameters in damaged bytes.
 
-This module owns the table, which only the registry changes. It must never need a tier: the NVMe tier gets the damage
-log when it is made, and the damage log looks up in this table which parameters the damaged bytes belong to.
+This module owns the table, which only the registry and the kept steps change. It must never need a tier, because it
+exists before the NVMe tier: that tier gets the damage log when it is made, and the damage log looks up in this table
+which parameters the damaged bytes belong to.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class JobTable:
     def job(self, name: str) -> Job:
         """Return a job by its name. Raise NotFoundError if the store has no such job."""
         if name not in self.by_name:
-            # The message does not list the jobs, because any client may ask.
+            # The message does not list the jobs that exist, because any client may ask for a job, and other clients'
+            # jobs do not concern it.
             raise NotFoundError(f"there is no job {name!r}")
         return self.by_name[name]
 
@@ -59,11 +61,11 @@ class JobTable:
         return self.kept.get(name, {})
 
     def add_kept(self, kept: Job) -> None:
-        """Enter a kept step."""
+        """Enter a kept step into `kept`, under the names of its job and of the step."""
         self.kept.setdefault(kept.spec.name, {})[kept.spec.kept] = kept
 
     def remove_kept(self, kept: Job) -> None:
-        """Take a kept step out of the table."""
+        """Remove a kept step from `kept`. Its bytes stay; the caller frees them."""
         steps = self.kept[kept.spec.name]
         del steps[kept.spec.kept]
         if not steps:
@@ -78,7 +80,7 @@ class JobTable:
         return (layout for name in list(self.by_name) for layout in self.layouts(name))
 
     def has(self, job: Job) -> bool:
-        """Return whether this very layout of the job is in the table."""
+        """Return whether the layout `job` of the job is in the table: it was not deleted or freed."""
         name = job.spec.name
         return name in self.by_name and any(layout is job for layout in self.layouts(name))
 
@@ -95,8 +97,9 @@ class JobTable:
         Args:
             label: the name of the version, see `Slab.label`.
         """
-        # A job's identity is the beginning of the labels of its versions, and is compared first, because a store may
-        # have a million slabs. A kept step has the identity and the labels of the job that it was taken of.
+        # The labels of a job's versions begin with the job's identity. The beginning is compared before the slabs are
+        # searched, because a store may have a million slabs. A kept step has the identity and the labels of the job
+        # that it was taken of.
         for job in (*self, *self.all_kept()):
             if not label.startswith(f"{job.spec.identity}/"):
                 continue
@@ -111,6 +114,6 @@ class JobTable:
 
 
 def _fqns_at(group: Group, itemsize: int, offset: int, nbytes: int) -> tuple[str, ...]:
-    """Return the FQNs of a group's shards that have elements of `itemsize` bytes in a range of bytes of a slab."""
+    """Return the FQNs of a group's shards that have elements in the bytes `[offset, offset + nbytes)` of a slab."""
     first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
     return tuple(s.fqn for s in group.spec.shards if s.group_offset < end and s.group_offset + s.numel > first)

@@ -14,10 +14,10 @@ from storage.base.shard import JobSpec, TierName
 from storage.base.shown_sizes import shown_size
 from storage.state.slab import Tally
 
-# Each of several ranks copies its units out of the arena, and leases two at a time: the unit that it copies and the
-# next one.
+# The number of units that each rank leases at a time if the job has several ranks: the unit that the rank copies out of
+# the arena and the next one.
 _UNITS_OF_A_RANK = 2
-# Gradients are kept in host memory without parking them if they leave this part of the room free; see
+# Gradients are kept in host memory without parking them if 1 / _PART_LEFT_FREE of the room stays free; see
 # `HostNeed.fits_without_spilling`.
 _PART_LEFT_FREE = 8
 
@@ -26,18 +26,18 @@ _PART_LEFT_FREE = 8
 class HostNeed:
     """The bytes of the host tier that cannot be evicted at the worst moment of a step.
 
-    They are copies of slabs placed there, the gradients that ranks have not parked, and the units that each rank has
-    leased.
+    They are the copies of slabs that are placed in the host tier, the gradients that ranks have not parked, and the
+    units that each rank has leased.
     """
 
     home_bytes: int
     # The bytes of the largest gradients that the ranks can have at once without parking them.
     gradient_bytes: int
-    # The bytes of the gradients of a step that do not leave host memory if it has room: all that are placed there. Of
-    # those that are placed elsewhere, these bytes have the largest ones that ranks can have at once.
+    # The bytes of gradients in host memory at once if none is spilled for lack of room: all gradients that are placed
+    # there, and of the gradients that are placed elsewhere the largest ones that the ranks can have at once.
     all_gradient_bytes: int
     units: int
-    # The bytes of the `units` largest units.
+    # The bytes of the largest units of the jobs, as many as `units` says.
     units_bytes: int
 
     @classmethod
@@ -57,7 +57,8 @@ class HostNeed:
                 gradients += sum(_largest(tally.gradients, gradients_of_a_rank * ranks))
                 all_gradients += tally.gradient_bytes - tally.leaving_gradient_bytes(may_all=False)
                 all_gradients += sum(_largest(tally.leaving_gradients, gradients_of_a_rank * ranks))
-                # Units that are placed in the host tier are not among these, because `home_bytes` has them.
+                # Units that are placed in the host tier are left out of the leased bytes, because `home_bytes` includes
+                # them.
                 leased = _largest(tally.passing, units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks)
                 units += len(leased)
                 units_bytes += sum(leased)
@@ -71,12 +72,12 @@ class HostNeed:
 
     @property
     def total(self) -> int:
-        """The sum of all bytes."""
+        """The bytes of copies at home, unparked gradients and leased units together."""
         return self.home_bytes + self.gradient_bytes + self.units_bytes
 
     @property
     def total_without_spilling(self) -> int:
-        """The sum of all bytes if all gradients of a step that are placed in host memory are there."""
+        """The bytes as in `total`, but with all gradients that are placed in host memory, parked ones, too."""
         return self.total - self.gradient_bytes + self.all_gradient_bytes
 
     def fits_without_spilling(self, host_budget_bytes: int, fixed_bytes: int) -> bool:
@@ -87,21 +88,21 @@ class HostNeed:
 
         Args:
             host_budget_bytes: the bytes of the budget.
-            fixed_bytes: the bytes of it that header and tile buffers take.
+            fixed_bytes: the bytes of the budget that the arena's header and the tile buffers take.
         """
         return self.spare_without_spilling(host_budget_bytes, fixed_bytes) >= 0
 
     def spare_without_spilling(self, host_budget_bytes: int, fixed_bytes: int) -> int:
-        """Return the bytes of a host budget that are left, beside an eighth, if it holds all gradients of a step.
+        """Return the bytes of a host budget that all gradients of a step, the other needs and an eighth leave over.
 
-        See `fits_without_spilling`.
+        The result is negative if the budget is too small; see `fits_without_spilling`.
         """
         room = host_budget_bytes - fixed_bytes
         return room - room // _PART_LEFT_FREE - self.total_without_spilling
 
     @property
     def room_without_spilling(self) -> int:
-        """The least room beside fixed bytes with which all gradients of a step fit; see `fits_without_spilling`."""
+        """The least host budget, without header and tile buffers, for which `fits_without_spilling` is true."""
         return -(-self.total_without_spilling * _PART_LEFT_FREE // (_PART_LEFT_FREE - 1))
 
     def room_for_parked(self, host_budget_bytes: int, fixed_bytes: int, prefetch_bytes: int) -> int:
@@ -109,7 +110,8 @@ class HostNeed:
 
         Args:
             host_budget_bytes, fixed_bytes: see `fits_without_spilling`.
-            prefetch_bytes: the most bytes of prefetches under way, which keep that room, or half of the rest.
+            prefetch_bytes: the most bytes of prefetches under way. So much room stays free for them, but at most half
+                of the room that a step leaves.
         """
         spare = max(0, host_budget_bytes - fixed_bytes - self.total)
         return spare - min(prefetch_bytes, spare // 2)
@@ -131,14 +133,15 @@ class HostNeed:
 
 
 def _largest(ascending: Sequence[int], count: int) -> Sequence[int]:
-    """Return the `count` last ones of numbers, or all if there are fewer."""
+    """Return the `count` largest of ascending numbers, or all if there are fewer."""
     return ascending[-count:] if count else ()
 
 
 def spilled_bytes(sizes: Iterable[int], room: int) -> int:
     """Return the bytes that leave the arena if ranges of these sizes are parked one after the other.
 
-    After each, the oldest ones leave until those that stay take `room` bytes at most, as `Gradients.relieve` has it.
+    After each range is parked, the oldest ranges leave until the others take `room` bytes at most, as in
+    `Gradients.relieve`.
     """
     kept: deque[int] = deque()
     staying = spilled = 0

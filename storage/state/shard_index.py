@@ -16,20 +16,20 @@ from storage.base.shard import Shard
 from storage.base.slices import in_slices
 from storage.state.slab import Group
 
-# Names are kept in sorted runs of at most this many, and listings merge the runs. One sort of all names would block the
-# event loop for 0.3 s if the job has 200,000 of them.
+# The names of tensors are kept in sorted runs of at most this many, and a listing merges the runs. One sort of all
+# names would block the event loop for 0.3 s if the job has 200,000 of them.
 _RUN_NAMES = 8192
 
 
 class Placed(NamedTuple):
-    """A shard and the group that it is in."""
+    """A result of a look-up in the index: a shard, and the group that has it."""
 
     shard: Shard
     group: Group
 
 
 class ShardIndex:
-    """The shards of one job, in one layout."""
+    """Finds the shard that holds an element of a tensor, and lists tensor names, for one layout of a job."""
 
     def __init__(self) -> None:
         # The shards of each tensor, by its name, ascending by offset.
@@ -41,7 +41,7 @@ class ShardIndex:
         self._runs: list[list[str]] = []
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
+        """Return the number of tensors that have shards in this index."""
         return len(self._placed)
 
     def of(self, fqn: str) -> Sequence[Placed]:
@@ -90,7 +90,7 @@ class ShardIndex:
         self._runs = [[fqn for fqn in run if fqn in self._placed] for run in self._runs]
 
     def _adding(self, groups: Iterable[Group]) -> Iterator[None]:
-        """Add the shards, and yield after each small piece of the work."""
+        """Add the shards of some groups, and yield after each small piece of the work, so that the caller can pause."""
         new: list[str] = []
         grown: set[str] = set()
         for group in groups:
@@ -102,7 +102,7 @@ class ShardIndex:
             yield
         for start in range(0, len(new), _RUN_NAMES):
             names = new[start : start + _RUN_NAMES]
-            # Short runs are joined, because a listing searches every run.
+            # Short runs of sorted names are joined, because a listing searches every run.
             if self._runs and len(self._runs[-1]) + len(names) <= _RUN_NAMES:
                 names += self._runs.pop()
             self._runs.append(sorted(names))
@@ -118,7 +118,7 @@ class ShardIndex:
             grown.add(placed.shard.fqn)
 
     def _order(self, fqn: str) -> None:
-        """Sort the shards of a tensor whose shards have changed, and index their ends if they overlap."""
+        """Sort the shards of a tensor to which shards were added, and index their ends if they overlap."""
         placed = self._placed[fqn]
         placed.sort(key=_offset)
         furthest, reach, overlap = [], 0, False

@@ -33,15 +33,16 @@ class HostCopy:
     # True if the slab is placed in the host tier. Such a copy is at home and is never evicted.
     at_home: bool
     pins: int = 0
-    # True while an update or a client writes to the copy, which it has pinned. Nothing may be read to the copy then.
+    # True while an update or a client, which has pinned the copy, writes to it. No fetch may read bytes into the copy
+    # meanwhile.
     is_written: bool = False
-    # The trace position of the next use. The copy with the highest one is evicted first.
+    # The trace position of the next use of the copy. The copy with the highest position is evicted first.
     next_use: float = NEVER
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_of_use(self) -> bool:
-        """Whether the copy holds bytes, or its slab is placed in the host tier."""
+        """Whether the copy must be kept, because it holds bytes or its slab is placed in the host tier."""
         return self.at_home or self.step is not None
 
 
@@ -49,19 +50,20 @@ class HostCopy:
 class CopyWrite:
     """The write of a slab's newest bytes to NVMe, for all snapshots and readers that claim them; see copy_writes.py."""
 
-    # The number of snapshots and readers that need the bytes on NVMe. The bytes do not change while it is above 0.
+    # The number of snapshots and readers that need the slab's newest bytes on NVMe. While it is above 0, no update or
+    # put may change the bytes.
     claims: int = 0
-    # The lock that the claimant holds while it writes the bytes.
+    # The snapshot or reader that writes the bytes to NVMe holds this lock, so that they are written once.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # Set when the last claim was released.
+    # This event is set when no snapshot or reader needs the bytes any more, so that a waiting update may change them.
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """Sums over the slabs of one job, and the slabs that a commit must look at.
+    """The sums over the slabs of one layout of a job, and the slabs that a commit must look at.
 
-    Each change of a slab updates them, so that no commit, registration or listing has to look at all slabs.
+    Each change of a slab updates the sums, so that no commit, registration or listing has to look at all slabs.
     """
 
     # Slabs that a commit has to look at: the catalog does not name all their versions yet, or the retained steps do not
@@ -70,10 +72,11 @@ class Tally:
     changed: dict[Slab, None] = field(default_factory=dict)
     # Slabs whose newest bytes are in host memory only.
     unsaved: dict[Slab, None] = field(default_factory=dict)
-    # Bytes of slabs in whole pages, by the backing tier that each version goes to (see Slab.backing).
+    # The bytes of the slabs in whole pages, by the backing tier that new versions of the slab go to (see Slab.backing).
     by_backing: Counter[TierName | None] = field(default_factory=Counter)
-    # The same bytes, but only of slabs with versions on a backing tier, by (Slab.backing, that tier, number of
-    # versions).
+    # Bytes of the slabs that have versions on a backing tier, in whole pages, by (the tier that new versions of the
+    # slab go to, a tier that has versions of the slab, the number of versions on that tier). The two tiers differ, for
+    # example, if the only version on the durable tier is a snapshot.
     by_versions: Counter[tuple[TierName | None, TierName, int]] = field(default_factory=Counter)
     # Bytes of the regions that are being filled with a further version, by (Slab.backing, tier of the region, number of
     # versions that the slab had on that tier before).
@@ -81,10 +84,10 @@ class Tally:
     # Bytes of the slabs that are placed in the host tier, and bytes of all gradients.
     home_bytes: int = 0
     gradient_bytes: int = 0
-    # The bytes of each gradient, ascending, and of each of those that are placed on a backing tier.
+    # The sizes in bytes of all gradients, ascending, and those of the gradients that are placed on a backing tier.
     gradients: list[int] = field(default_factory=list)
     leaving_gradients: list[int] = field(default_factory=list)
-    # The bytes of each parameter slab that is not placed in the host tier, ascending.
+    # The sizes in bytes of the parameter slabs that are not placed in the host tier, ascending.
     passing: list[int] = field(default_factory=list)
     # The copies in the host tier: their number and their bytes.
     copies: int = 0
@@ -94,7 +97,7 @@ class Tally:
 
     @property
     def dirty(self) -> dict[Slab, None]:
-        """The slabs whose newest version may differ from the one that all retained steps see."""
+        """The slabs that a roll-back must look at. All retained steps see the same bytes of every other slab."""
         return self.changed | self.unsaved
 
     @property
@@ -104,11 +107,11 @@ class Tally:
 
     @property
     def paged_bytes(self) -> int:
-        """Bytes of one version of all slabs."""
+        """The bytes that one version of each slab takes, in whole pages."""
         return self.by_backing.total()
 
     def version_bytes(self, tier: TierName) -> int:
-        """Return the bytes of all versions on a backing tier."""
+        """Return the bytes that all versions of all slabs take on a backing tier."""
         return sum(count * nbytes for (_, on, count), nbytes in self.by_versions.items() if on is tier)
 
     def missing_bytes(self, tier: TierName, wanted: Callable[[TierName | None], int]) -> int:
@@ -120,7 +123,10 @@ class Tally:
         return missing.total()
 
     def filling_bytes(self, tier: TierName, wanted: Callable[[TierName | None], int]) -> int:
-        """Return the bytes that are being filled on a tier with versions that `missing_bytes` still counts."""
+        """Return the bytes on a tier that `missing_bytes` counts although their regions are allocated already.
+
+        These regions are being filled. The caller subtracts the result, so that no room is reserved for them twice.
+        """
         return sum(
             nbytes
             for (backing, on, count), nbytes in self.being_filled.items()
@@ -128,7 +134,7 @@ class Tally:
         )
 
     def add(self, group: Group) -> None:
-        """Add a registered group and its slabs to the sums."""
+        """Add the slabs, the gradient and the elements of a registered group to the sums."""
         for slab in group.slabs:
             self.count(slab)
         self.elements += sum(shard.numel for shard in group.spec.shards)
@@ -144,14 +150,14 @@ class Tally:
         self.uncount_gradient(group)
 
     def count_gradient(self, group: Group) -> None:
-        """Add the gradient of a group, if it has one. Call `uncount_gradient` before its placement changes."""
+        """Add the gradient of a group, if any, to the sums. Call `uncount_gradient` before its placement changes."""
         if group.gradient_bytes:
             self.gradient_bytes += group.gradient_bytes
             for sizes in self._gradient_lists(group):
                 bisect.insort(sizes, group.gradient_bytes)
 
     def uncount_gradient(self, group: Group) -> None:
-        """Remove the gradient of a group; this undoes `count_gradient`."""
+        """Subtract the gradient of a group from the sums; this undoes `count_gradient`."""
         if group.gradient_bytes:
             self.gradient_bytes -= group.gradient_bytes
             for sizes in self._gradient_lists(group):
@@ -179,12 +185,12 @@ class Tally:
             self.by_versions[slab.backing, tier, count] += sign * slab.paged_bytes
 
     def remove_if_clean(self, slab: Slab, oldest: int | None, *, recorded: bool) -> None:
-        """Remove a slab from those that commits look at, if it is clean (see Slab.is_clean)."""
+        """Remove a slab from `changed`, so that commits do not look at it, if it is clean (see Slab.is_clean)."""
         if slab.is_clean(oldest, recorded=recorded):
             self.changed.pop(slab, None)
 
     def uncount(self, slab: Slab) -> None:
-        """Remove a slab from the sums; this undoes `count`."""
+        """Subtract a slab from the sums; this undoes `count`."""
         self._count_tiers(slab, -1)
         if slab.at_home_in_host:
             self.home_bytes -= slab.paged_bytes
@@ -194,27 +200,28 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """The bytes of one kind of one group, in all their versions."""
+    """The record of one slab: where its versions and its host copy are. The tiers have the bytes."""
 
     key: SlabKey
     spec: SlabSpec
     numel: int
-    # The backing tier that each version goes to. None if only the host copy has the bytes between two snapshots.
+    # The backing tier that each new version goes to. It is None if the bytes are only in host memory between two
+    # snapshots.
     backing: TierName | None
     # The tally of the slab's job.
     tally: Tally = field(default_factory=Tally, repr=False)
-    # The versions that the catalog names.
+    # The steps of the versions that the catalog names.
     recorded: set[int] = field(default_factory=set)
     # The time, by time.monotonic(), at which an update wrote the newest bytes.
     updated_at: float = -math.inf
     # True once the job, or this layout of it, was deleted. An operation that waited for the slab meanwhile must then
     # raise.
     deleted: bool = False
-    # A number that changes whenever the newest bytes do. Two versions may have the same step, because a step that was
-    # withdrawn or rolled back is made again.
+    # A number that changes whenever the newest bytes of this slab change, so that readers notice a change. Two versions
+    # may have the same step, because a step that was withdrawn or rolled back is made again.
     stamp: int = 0
-    # The write of the newest bytes for a snapshot or a reader, if one is under way. The bytes must not change until it
-    # ends.
+    # The write of the newest bytes to NVMe for a snapshot or a reader, if one is under way. No update may change the
+    # bytes until it ends.
     copy_write: CopyWrite | None = None
     _versions: dict[int, Region] = field(default_factory=dict)
     _latest: int | None = None
@@ -232,12 +239,12 @@ class Slab:
 
     @property
     def backed(self) -> bool:
-        """Whether each version goes to a backing tier."""
+        """Whether each version goes to a backing tier when it is made. Otherwise only snapshots write it to one."""
         return self.backing is not None
 
     @property
     def versions(self) -> Mapping[int, Region]:
-        """Complete versions on backing tiers, by step."""
+        """The regions of the complete versions on backing tiers, by the step that wrote each version."""
         return self._versions
 
     def add_version(self, step: int, region: Region) -> Region | None:
@@ -259,7 +266,7 @@ class Slab:
         return region
 
     def _recount(self, tier: TierName, more: int) -> None:
-        """Update the tally for `more` versions (1 or -1) on a tier."""
+        """Update the tally, because the slab has one version more (`more` = 1) or less (-1) on a tier."""
         count, by_versions = 0, self.tally.by_versions
         for region in self._versions.values():
             count += region.tier.name is tier
@@ -270,7 +277,7 @@ class Slab:
 
     @contextmanager
     def filling(self, region: Region) -> Iterator[None]:
-        """Count a region in the tally while the block fills it with a version, so that no room is reserved for it."""
+        """Count a region in the tally while the `with` block fills it, so that the admission reserves no room twice."""
         tier = region.tier.name
         key = self.backing, tier, sum(one.tier.name is tier for one in self.versions.values())
         self.tally.being_filled[key] += region.nbytes
@@ -294,7 +301,7 @@ class Slab:
         self._touch()
 
     def _touch(self) -> None:
-        """Have the next commit look at the slab, and note whether only host memory has its newest bytes."""
+        """Mark the slab for the next commit to look at, and note whether only host memory has its newest bytes."""
         self.tally.changed[self] = None
         if self._latest is None or self._latest in self._versions:
             self.tally.unsaved.pop(self, None)
@@ -319,7 +326,7 @@ class Slab:
 
     @property
     def copy(self) -> HostCopy | None:
-        """The copy in the host tier, of any version; None if there is none."""
+        """The copy in the host tier, which may hold another version than the newest; None if there is no copy."""
         return self._copy
 
     @copy.setter
@@ -332,12 +339,12 @@ class Slab:
 
     @property
     def paged_bytes(self) -> int:
-        """The slab's bytes rounded up to whole pages, as the tiers keep them."""
+        """The size of one version in bytes, rounded up to whole pages, as the tiers keep it."""
         return round_up(self.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """The slab's bytes without padding."""
+        """The size of one version in bytes, without padding to pages."""
         return self.numel * self.spec.dtype.itemsize
 
     @property
@@ -347,7 +354,7 @@ class Slab:
 
     @property
     def current_copy(self) -> HostCopy | None:
-        """The host copy, if it holds the newest bytes."""
+        """The host copy if it holds the newest bytes; None otherwise."""
         copy = self.copy
         return copy if copy is not None and copy.step is not None and copy.step == self.latest else None
 
@@ -375,7 +382,8 @@ class Slab:
 
     def version_at(self, step: int) -> int | None:
         """Return the newest version on a backing tier that a reader of `step` sees; None if there is none."""
-        # The usual case comes first, because a commit calls this for ten thousand slabs.
+        # The case that the newest version is on a backing tier is the usual one. It is tested first, because a commit
+        # calls this for ten thousand slabs.
         if self.latest is not None and self.latest <= step and self.latest in self.versions:
             return self.latest
         return max((version for version in self.versions if version <= step), default=None)
@@ -383,7 +391,7 @@ class Slab:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A registered group and its slabs (all kinds but the gradient)."""
+    """A group that a rank has registered, and its slabs: one of each kind but the gradient, which has no versions."""
 
     spec: GroupSpec
     slabs: tuple[Slab, ...]

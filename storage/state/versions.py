@@ -16,7 +16,8 @@ from storage.catalog.records import CommitRecord, RolledBack
 from storage.state.shard_index import ShardIndex
 from storage.state.slab import Group, Slab, Tally
 
-# The most parameters that an error names of each kind of difference, because a status has room for few names.
+# The most parameters that an error names of each kind of difference between two models, because the message of a gRPC
+# status has room for few names.
 _SHOWN = 3
 
 
@@ -27,7 +28,7 @@ class PendingStep:
     step: int
     # The task that writes each slab in this step: the update of its group, or a put.
     writes: dict[Slab, asyncio.Task[None]] = field(default_factory=dict)
-    # Set when every rank has voted for the step. Its commit is then finished even if ranks die.
+    # Set when every rank has voted for the step. From then on the step's commit is finished even if ranks die.
     sealed: asyncio.Event = field(default_factory=asyncio.Event)
     # This event is clear while a commit is under way, because the versions that the commit records must not be
     # discarded or replaced.
@@ -40,7 +41,7 @@ class PendingStep:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the step has no writes yet and can be replaced by another one without loss."""
+        """Whether the step has no writes and is not being committed, so that another step may take its place."""
         return not self.writes and not self.abandoned and self.at_rest.is_set()
 
     def check_open(self) -> None:
@@ -52,7 +53,7 @@ class PendingStep:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One layout of a job, in memory. A job that is laid out anew has one `Job` per layout."""
+    """One layout of a job: its groups, its committed steps and its pending step. A job may have several layouts."""
 
     spec: JobSpec
     # The time of creation in seconds since 1970.
@@ -62,7 +63,8 @@ class Job:
     # The index of the groups' shards by tensor, and the sums over the groups' slabs.
     index: ShardIndex = field(default_factory=ShardIndex)
     tally: Tally = field(default_factory=Tally)
-    # Held while groups are added, or compared with the registered ones.
+    # This lock is held while groups are added, or compared with the registered ones, so that two registrations do not
+    # mix.
     registering: asyncio.Lock = field(default_factory=asyncio.Lock)
     # The committed steps to which the job can return, oldest first. The steps in `durable` are in the catalog.
     retained: dict[int, CommitRecord] = field(default_factory=dict)
@@ -83,13 +85,14 @@ class Job:
     settled: int | None = None
     # Whether the run that made or settled the newest commit has ranks on other nodes, too.
     spans_nodes: bool = False
-    # The snapshot under way or, if there is none, the last one; and the step whose versions it needs.
+    # The snapshot that is being written or, if there is none, the last one; and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None
-    # Held while the job returns to an earlier step, or is opened anew. No step is prepared or committed then.
+    # This lock is held while the job returns to an earlier step, or is opened anew, so that no step is prepared or
+    # committed meanwhile.
     rolling_back: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # Set when a step is committed or settled, when the ranks of a run have gone, and when the job is deleted.
-    # `announce` then replaces it by a new event.
+    # This event is set when a step is committed or settled, when the ranks of a run have gone, and when the job is
+    # deleted. Readers wait for it. `announce` then replaces it by a new event.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(self) -> None:
@@ -98,13 +101,13 @@ class Job:
         event.set()
 
     def note_settled(self, step: int | None) -> None:
-        """Take note that every rank on every node has committed `step`, or None if no such step is known."""
+        """Mark `step` as settled, because every rank on every node has committed it. None marks no step."""
         self.spans_nodes = self.spec.local_ranks < self.spec.world_size
         if step is not None:
             self.settled = step if self.settled is None else max(self.settled, step)
 
     def go_back_to(self, step: int) -> None:
-        """Take note that the job has given up all steps above `step`, so that none of them is settled any more."""
+        """Mark no step above `step` as settled any more, because a roll-back has given up these steps."""
         if self.settled is not None:
             self.settled = min(self.settled, step)
 
@@ -117,9 +120,9 @@ class Job:
         """Return the newest of some durable steps that all nodes are known to have made durable; None if none is."""
         everywhere, every = self.settled, self.spec.durability.every_steps
         if everywhere is not None and self.spans_nodes and every > 1:
-            # Another node may still be writing its snapshot of a step that is settled. A node commits the next step
-            # that a snapshot covers only when its last snapshot is over. So once such a step is settled, all nodes have
-            # those before it.
+            # A step counts as durable on all nodes only if it is before the last settled step that a snapshot covers.
+            # Another node may still be writing its snapshot of that settled step, but it has committed the step only
+            # after its earlier snapshots were over.
             everywhere = everywhere // every * every - 1
         return None if everywhere is None else max((step for step in durable if step <= everywhere), default=None)
 
@@ -145,7 +148,7 @@ class Job:
         return self.successor if self.successor is not None and self.successor.newest is None else None
 
     def slabs(self) -> Iterator[Slab]:
-        """Return all slabs of the job."""
+        """Return the slabs of all registered groups of this layout of the job."""
         return (slab for group in self.groups.values() for slab in group.slabs)
 
     def group(self, name: str) -> Group:
@@ -169,7 +172,8 @@ class Job:
     def open_pending(self, step: int) -> PendingStep:
         """Return the pending step with this number, and begin it if none is pending.
 
-        Numbers may be skipped, because a trainer that keeps its states itself commits only some steps to the store.
+        Step numbers may be skipped, because a trainer that keeps its states itself commits only some steps to the
+        store.
 
         Raises:
             ConflictError: the step is not above the last committed one, or another step is under way.
@@ -239,7 +243,7 @@ def _differences(stored: JobSpec, wanted: JobSpec) -> list[str]:
 
 
 def _named(fqns: Sequence[str]) -> str:
-    """Return the first of the names, and the number of the others, with the verb of a sentence about them."""
+    """Return the start of a sentence: "parameter 'a' is", or "parameters 'a', 'b', 'c' and 2 more are"."""
     shown = ", ".join(repr(fqn) for fqn in fqns[:_SHOWN])
     if len(fqns) == 1:
         return f"parameter {shown} is"

@@ -29,16 +29,20 @@ from storage.tiers.contract import Region
 
 log = logging.getLogger(__name__)
 
-# The number of slabs that `_freeing` handles before it checks the clock and reads the state of the job anew.
+# Versions are freed in batches of this many slabs. Between two batches, `_freeing` checks the clock and reads the state
+# of the job anew.
 _FREED_AT_ONCE = 256
-# The random bytes that name a roll-back, so that no two of a job have one name.
+# The number of random bytes in the name of a roll-back, so that no two roll-backs of a job have the same name.
 _MARK_BYTES = 8
 
 InCatalogThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class Committer:
-    """Commits the steps of all jobs, makes them durable, and returns jobs to earlier steps."""
+    """Commits the steps of all jobs, makes them durable, and returns jobs to earlier steps.
+
+    `PendingSteps` calls it when all updates and puts of a step are done, and readers hold steps through it.
+    """
 
     def __init__(
         self,
@@ -80,13 +84,15 @@ class Committer:
 
     async def amend(self, job: Job, step: int, rank: int, state: bytes) -> None:
         """Replace the client state that a rank has stored with a committed step; see `Engine.amend`."""
-        # A snapshot records the states that the step had when it began.
+        # A snapshot of the step that is being written records the client states that the step had when the snapshot
+        # began. So it must end before the catalog gets the new state, which the snapshot would overwrite.
         if job.snapshot is not None and job.snapshot_step == step:
             await asyncio.wait([job.snapshot])
         self.check_retained(job, step)
         if step in job.durable:
             await self._in_catalog_thread(lambda: self._replace_state(job.spec.identity, step, rank, state))
-        # Another rank may have amended the step meanwhile, and a later one may have taken its place.
+        # The step's record is read again after the wait, because meanwhile another rank may have replaced its state, or
+        # the step may no longer be retained.
         if (record := job.retained.get(step)) is not None:
             job.retained[step] = replace(record, client_states={**record.client_states, rank: state})
 
@@ -98,7 +104,7 @@ class Committer:
     def has_whole(self, job: Job, step: int) -> bool:
         """Return whether a retained step can be read and returned to.
 
-        It cannot if its bytes were only in host memory, and a later step has overwritten them.
+        A step cannot be read if its bytes were only in host memory, and a later step has overwritten them.
         """
         return step in job.durable or not any(_is_lost(slab, step) for slab in job.tally.dirty)
 
@@ -110,7 +116,8 @@ class Committer:
 
     async def roll_back(self, job: Job, step: int, *, is_ordered: bool) -> None:
         """Make a committed step the newest one again (see `Engine.roll_back`). No step may be pending."""
-        # Wait for the snapshot first, because when it becomes durable, older steps are no longer retained.
+        # Wait for a snapshot that is being written before the retained steps are read, because older steps are no
+        # longer retained when it becomes durable.
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
         await self.resolve_doubt()
@@ -125,8 +132,9 @@ class Committer:
         newer = {s for s in job.retained if s > step}
         mark = RolledBack(step, secrets.token_hex(_MARK_BYTES)) if is_ordered else None
         kept = sorted(job.durable - newer) if newer & job.durable else None
-        # The catalog takes the mark only beside a durable step of the job. Otherwise `_record` enters it with the first
-        # one, because a mark without a job would remain for a later job of the same name.
+        # The catalog gets the mark of the roll-back now only if a durable step of the job is left. If none is left,
+        # `_record` enters the mark with the next durable step, because a mark without a job would remain for a later
+        # job of the same name.
         stored = mark if job.durable - newer else None
         job.go_back_to(step)
         if kept is not None or stored is not None:
@@ -136,8 +144,10 @@ class Committer:
             job.rolled_back = (*(one for one in job.rolled_back if one.step < step), mark)
         if kept is not None:
             job.durable -= newer
-            # No durable step may know a version any more that a retained step still sees. All steps see the same
-            # version of a clean slab, so this version stays recorded as long as a durable step is left.
+            # The catalog has dropped the durable steps that the roll-back undid. It no longer names a version that no
+            # other durable step sees, even if a step that is only in memory sees the version. So such versions are
+            # taken out of `recorded`. Clean slabs are left alone: all steps see the same version of a clean slab, so
+            # this version stays recorded as long as a durable step is left.
             if not kept:
                 job.tally.changed.update(dict.fromkeys(job.slabs()))
             for slab in job.tally.changed:
@@ -149,9 +159,10 @@ class Committer:
         self._restore(job, step)
 
     async def record_settled(self, job: Job) -> None:
-        """Have the catalog know the newest settled step, which it has learned with the last commit otherwise.
+        """Record the newest settled step of a job in the catalog.
 
-        A commit records only that the one before it is settled, so this is for the end of a run.
+        A commit records only that the step before it is settled. So this is called at the end of a run, when no further
+        commit records that the last step is settled.
         """
         settled = job.durable_everywhere(job.durable)
         await self._in_catalog_thread(lambda: self._catalog.record_settled(job.spec.identity, settled))
@@ -159,8 +170,8 @@ class Committer:
     def newest_settled(self, job: Job) -> int | None:
         """Return the newest settled step of which this store has all bytes; None if none is known.
 
-        Bytes of a settled step that were only in host memory are overwritten when the next step is sealed here,
-        although other nodes may not have that one.
+        If bytes of a settled step are only in host memory, they are overwritten when the next step is sealed here,
+        although other nodes may not have committed that next step yet.
         """
         settled = (step for step in job.retained if job.settled is not None and step <= job.settled)
         return next((step for step in sorted(settled, reverse=True) if self.has_whole(job, step)), None)
@@ -200,7 +211,7 @@ class Committer:
         return versions
 
     def _held(self, region: Region) -> Region:
-        """Hold a region, and return it."""
+        """Hold a region, so that its bytes stay until the caller frees it, and return the region."""
         self._backing.hold(region)
         return region
 
@@ -212,7 +223,7 @@ class Committer:
     async def resolve_doubt(self) -> None:
         """Make sure that a commit that failed cannot become valid after a crash (see `Catalog.resolve_doubt`).
 
-        The caller awaits this before it frees anything of the step.
+        The caller awaits this before it frees any bytes of the step whose commit failed.
         """
         while self._catalog.in_doubt:
             await self._in_catalog_thread(self._catalog.resolve_doubt)
@@ -220,8 +231,9 @@ class Committer:
     async def finish_snapshot_to_return_to(self, job: Job) -> None:
         """Wait for the snapshot under way if `abandon_pending` will make the job return to a durable step.
 
-        It will if the pending step has overwritten bytes of the last committed one. If the job returned while the
-        snapshot is under way, the snapshot would record a step whose versions are freed or are those of another step.
+        The job will return if the pending step has overwritten bytes of the last committed step. If it returned while
+        the snapshot is under way, the snapshot would record a step whose versions are freed or are those of another
+        step.
         """
         if job.snapshot is not None and _has_lost_newest(job):
             await asyncio.wait([job.snapshot])
@@ -260,8 +272,9 @@ class Committer:
         for slab in job.tally.dirty:
             if slab.latest is not None and (step is None or slab.latest > step):
                 self._restore_slab(job, slab, step)
-        # Free the versions without a pause, because the next step may give a slab another version with the same number.
-        # The caller has made sure that no commit of this job is in doubt. One of another job needs none of them.
+        # The versions of the discarded steps are freed without a pause, because the next step may give a slab another
+        # version with the same number. The caller has made sure that no commit of this job is in doubt. A commit of
+        # another job that is in doubt needs none of these versions.
         for _ in self._freeing(job, is_certain=True):
             pass
 
@@ -282,8 +295,9 @@ class Committer:
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         """Bring a step's bytes onto the durable tier, sync them, and record the step in the catalog."""
         written = await self._write_and_sync(job, record.step)
-        # The kernel reports lost bytes of a file to one sync only. If another job has made that sync, the one of this
-        # job succeeds after it, although bytes of this job may be among those that are lost.
+        # The kernel reports lost bytes of a file to one sync only. If that was a sync for another job, a later sync for
+        # this job succeeds, although bytes of this job may be lost. So the regions that the failed sync marked as
+        # doubtful are written again, until there are none.
         while any(region.doubtful for _, region in written.values()):
             written = await self._write_and_sync(job, record.step)
         durable = {*job.durable, record.step}
@@ -296,7 +310,7 @@ class Committer:
         job.retained = dict(sorted(job.retained.items()))
 
     async def _write_and_sync(self, job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
-        """Bring a step's bytes onto the durable tier, anew where they are doubtful, and sync them.
+        """Bring a step's bytes onto the durable tier, write doubtful bytes there again, and sync them.
 
         Returns:
             The versions that the step sees and the catalog does not name yet.
@@ -319,17 +333,17 @@ class Committer:
             await self._finish(job, job.snapshot)
 
     async def _finish(self, job: Job, snapshot: asyncio.Task[None]) -> None:
-        """Wait for a snapshot, and raise its failure."""
+        """Wait until a snapshot has ended, and raise its error if it has failed."""
         await asyncio.wait([snapshot])
         job.snapshot = None
         snapshot.result()
 
     def _begin_snapshot(self, job: Job, record: CommitRecord) -> asyncio.Task[None]:
-        # Claim the slabs before any other task runs, because an update that begins later must find the claim and wait
-        # until the slab is written.
+        # The snapshot's slabs are claimed before any other task runs, because an update that begins later must find the
+        # claim and wait until the slab is written.
         claims = [CopyClaim(slab, slab.latest) for slab in job.tally.unsaved if slab.latest is not None]
         job.snapshot_step = record.step
-        # The next commit that waits for the snapshot raises its failure.
+        # The next commit that waits for the snapshot raises the snapshot's failure, so asyncio does not have to log it.
         job.snapshot = unlogged(asyncio.ensure_future(self._snapshot(job, record, claims)))
         return job.snapshot
 
@@ -355,7 +369,7 @@ class Committer:
             await self._prune(job)
 
     async def _forget_unneeded(self, job: Job) -> None:
-        """Free the room of durable steps that other nodes have needed until now, before a snapshot takes more."""
+        """Delete the durable steps that no node needs to go back to, and free their bytes for the next snapshot."""
         kept = _needed(job, job.durable)
         if kept != job.durable:
             settled = job.durable_everywhere(kept)
@@ -400,7 +414,10 @@ class Committer:
                 self._catalog.add_rolled_back(job, mark)
 
     async def _prune(self, job: Job) -> None:
-        """Remove retained steps that no rank can return to. Durable ones are removed when the catalog is written."""
+        """Stop retaining the steps that no rank can return to, and free versions that no step needs any more.
+
+        Durable steps stay retained until the catalog does not have them any more.
+        """
         newest = job.newest
         for step in list(job.retained):
             if job.settled is not None and step < job.settled and step != newest and step not in job.durable:
@@ -413,17 +430,20 @@ class Committer:
 
         Args:
             job: the job.
-            is_certain: no commit of the job is in doubt, whatever is the case for other jobs.
+            is_certain: whether the caller has made sure that no commit of this job is in doubt. Then nothing is left
+                for later, even if a commit of another job is in doubt.
         """
         changed = list(job.tally.changed)
         for start in range(0, len(changed), _FREED_AT_ONCE):
             if self._catalog.in_doubt and not is_certain:
-                # A commit has failed, but after a crash it may still be valid, and its step may need these versions.
-                # The next commit frees them.
+                # A commit whose transaction failed may become valid after a crash, and its step may need the versions
+                # that would be freed. So they stay, and the next commit frees them.
                 return
-            # Compute this anew for each part, because a step may have been committed since the part before.
+            # The steps that need versions are computed anew for each batch of slabs, because a step may have been
+            # committed since the batch before.
             snapshot = set() if job.snapshot_step is None else {job.snapshot_step}
-            # If a slab is only in host memory between snapshots, only durable steps need its versions on NVMe.
+            # If a slab's newest bytes are only in host memory between snapshots, only durable steps need its versions
+            # on NVMe.
             backed, alone = snapshot | job.retained.keys(), snapshot | job.durable
             oldest, recorded = min(backed | job.durable, default=None), job.spec.durability.every_steps > 0
             for slab in changed[start : start + _FREED_AT_ONCE]:
@@ -448,7 +468,7 @@ def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
 
 
 def _has_lost_newest(job: Job) -> bool:
-    """Return whether bytes of the job's newest step are gone; see `_is_lost`."""
+    """Return whether the job's newest step has lost bytes, so that it cannot be read or returned to; see `_is_lost`."""
     newest = job.newest
     return newest is not None and any(_is_lost(slab, newest) for slab in job.tally.dirty)
 
@@ -475,7 +495,7 @@ async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
 
 
 def _needed(job: Job, durable: Set[int]) -> set[int]:
-    """Return those of some durable steps that a run may have to go back to.
+    """Return the steps in `durable` that a run may have to go back to, so that they must stay in the catalog.
 
     These are the newest one that all nodes are known to have made durable, and all newer ones.
     """

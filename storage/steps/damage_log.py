@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class DamageLog:
-    """The receiver of damage reports. The durable tier calls `note` for each damaged block."""
+    """Reports damaged blocks with the names of their parameters, and records damaged extents in the catalog.
+
+    The durable tier calls `note` for each damaged block that it reads.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class DamageLog:
         catalog_thread: CatalogThread,
         on_damage: Callable[[DamagedBlockError], None],
     ) -> None:
-        """Make a log without reports. `on_damage` is called with each report, once the names are in it."""
+        """Make a log without reports. `note` calls `on_damage` with each error, to which it has added the names."""
         self._jobs = jobs
         self._on_damage = on_damage
         self._catalog = catalog
@@ -48,7 +51,7 @@ class DamageLog:
             noted.add_done_callback(self._on_noted)
 
     async def close(self) -> None:
-        """Wait until the log has recorded all extents, or has failed to record them."""
+        """Wait until all extents that `note` has got are recorded in the catalog, or could not be recorded."""
         if self._notes:
             await asyncio.wait(self._notes)
 

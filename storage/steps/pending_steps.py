@@ -33,7 +33,10 @@ from storage.tiers.host import HostTier
 
 
 class PendingSteps:
-    """Prepares steps, and finishes or abandons them."""
+    """Starts the updates and puts of pending steps, and commits, withdraws or abandons them, for all jobs.
+
+    The daemon calls it for the requests of ranks, and `Engine.commit` and `Engine.roll_back` end steps through it.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class PendingSteps:
         self._committer = committer
 
     async def allocate_gradient(self, job: Job, group: str) -> Gradient:
-        """Return room in the arena for the gradient of a group, until `update` consumes it or the caller frees it.
+        """Allocate a gradient of a group in the arena. It stays until `update` has used it or the caller frees it.
 
         Raises:
             ConflictError: the group is frozen.
@@ -70,7 +73,7 @@ class PendingSteps:
             raise ConflictError(
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
-        # While a step is being committed, the gradient is for the one after it.
+        # While a step is being committed, a new gradient belongs to the step after it.
         step = job.next_step + (job.pending is not None and job.pending.sealed.is_set())
         key = SlabKey(job.spec.identity, group, Kind.GRAD)
         return await self._gradients.allocate(job.spec.name, key, job.group(group), step)
@@ -111,12 +114,14 @@ class PendingSteps:
             step: the pending step.
             group: the name of the group.
             gradient: its gradient for this step, with the values; the client writes to it no more.
-            kernel: called in an optimizer thread for each part of the group, whose `Tile` it updates in place.
+            kernel: called in an optimizer thread for each part of the group, whose `UpdateTile` it updates in place.
             position: the trace position of the group. Among the updates that wait, the one with the lowest position
                 runs next.
-            keeps_gradient: the caller frees the gradient itself, after the update is done or withdrawn.
-            aside: an update of bytes in host memory need not wait for the commit where there is room for its result,
-                see shadows.py. It takes one and a half times the processor time then.
+            keeps_gradient: if true, the update does not free the gradient; the caller frees it after the update is done
+                or withdrawn.
+            aside: an update of bytes that are in host memory only does not wait for the commit if there is room for a
+                second copy of its slabs (shadows, see shadows.py). Such an update takes one and a half times the
+                processor time.
 
         Raises:
             ConflictError, StepAbortedError: see `check_update`.
@@ -151,15 +156,17 @@ class PendingSteps:
         writes = {pending.writes[slab] for slab in slabs}
         _stop(writes)
         await asyncio.wait(writes)
-        # A commit may have begun meanwhile. It finds the cancelled write in the step, and raises; or the write was done
-        # before it could be cancelled, and belongs to the committed step.
+        # While the cancelled update ended, a commit of the step may have begun, so wait until it is over. The commit
+        # raises if it finds the cancelled update in the step. If the update was done before it could be cancelled, it
+        # belongs to the committed step, and the withdrawal fails.
         await pending.at_rest.wait()
         while self._committer.in_doubt:
             await self._committer.resolve_doubt()
             await pending.at_rest.wait()
         if job.newest is not None and job.newest >= step:
             raise ConflictError(f"step {step} was committed while group {group!r} was being withdrawn from it")
-        # If the step was abandoned while this waited, `abandon` discards all its writes.
+        # If the step was abandoned while this withdrawal waited, `abandon` discards all updates of the step, so the
+        # withdrawal has nothing left to undo.
         if job.pending is pending and not pending.abandoned:
             for slab in slabs:
                 pending.writes.pop(slab, None)
@@ -172,10 +179,10 @@ class PendingSteps:
             raise ConflictError(f"{slab.key} was put in step {step} already, or its group was updated")
 
     def _pending_after_the_first(self, job: Job, step: int) -> PendingStep:
-        """Return the pending step if it is open for updates and puts.
+        """Return the pending step with the number `step`, to which the caller adds updates and puts.
 
         Raises:
-            ConflictError: the step is not open, or is the job's first step, which takes initial values only.
+            ConflictError: see `_open`; or the step is the job's first step, which takes initial values only.
             StepAbortedError: the job is being rolled back.
         """
         pending = self._open(job, step)
@@ -187,10 +194,11 @@ class PendingSteps:
 
     @staticmethod
     def _open(job: Job, step: int) -> PendingStep:
-        """Return the pending step, which this begins if none is pending.
+        """Return the pending step with the number `step`, and begin the step if no step is pending.
 
         Raises:
-            ConflictError: the step is not open.
+            ConflictError: the step is being committed or abandoned, is not above the last committed one, or another
+                step is pending.
             StepAbortedError: the job is being rolled back, which gives up the bytes that the step is computed from.
         """
         if job.rolling_back.locked():
@@ -203,7 +211,7 @@ class PendingSteps:
         return pending
 
     async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
-        """Return room in the arena for the bytes that `put` gives a slab at a step after the first.
+        """Allocate a range of the arena for the bytes that `put` gives a slab at a step after the first, and return it.
 
         The range belongs to the caller until the caller passes it to `put` or frees it.
 
@@ -251,8 +259,9 @@ class PendingSteps:
     def _begin(
         self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
-        """Start a task that writes slabs in the pending step, and return the task."""
-        # `commit` raises the first failure, so asyncio does not have to log it.
+        """Start the task `writing`, which writes slabs in the pending step, and return it."""
+        # The commit of the step raises the first error of its updates and puts, so asyncio does not have to log the
+        # error of this task.
         task = unlogged(asyncio.ensure_future(writing))
         job.open_pending(step).writes.update(dict.fromkeys(slabs, task))
         return task
@@ -261,8 +270,8 @@ class PendingSteps:
         pending = job.pending
         assert pending is not None
         if not slab.backed:
-            # Wait for the seal, because until then the step can be abandoned, and the old bytes are in host memory
-            # only.
+            # A put waits for the step's seal before it replaces a slab's only bytes, because until then the step can be
+            # abandoned, and the old bytes are in host memory only.
             await pending.sealed.wait()
         await slab.unclaimed()
         if slab.backing is not None:
@@ -271,7 +280,8 @@ class PendingSteps:
                     await region.tier.write_from(region, 0, self._host.view(staged))
                     slab.add_version(step, region)
         slab.latest = step
-        # The staged range replaces the copy. Readers that have pinned the old copy keep it.
+        # The range with the put's bytes becomes the slab's host copy. Readers that have pinned the old copy keep it
+        # until they release it.
         self._host_cache.free_copy(slab)
         self._host_cache.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
@@ -295,19 +305,19 @@ class PendingSteps:
         if gradient.waits_for_seal:
             if aside and await self._update_aside(pending, work, label):
                 return
-            # Wait for the seal before the only bytes of the last committed step are overwritten, because until then the
-            # step can be abandoned.
+            # An update waits for the step's seal before it overwrites the only bytes of the last committed step,
+            # because until then the step can be abandoned.
             await pending.sealed.wait()
             gradient.waits_for_seal = False
         with tracer.span(Activity.UPDATE, label):
             await self._transformer.run(work)
 
     async def _update_aside(self, pending: PendingStep, work: Work, label: str) -> bool:
-        """Update a group in shadows of its slabs before the seal, and make these the slabs' copies after it.
+        """Update a group in shadows of its slabs before the seal; make the shadows the slabs' copies after the seal.
 
         Returns:
-            False: there was no room for shadows, or they gave way, or the seal came first. The update is still to be
-            made.
+            False: there was no room for shadows, or they were given up for other bytes, or the step was sealed first.
+            The caller must still make the update.
         """
         if pending.sealed.is_set() or any(slab.backed for slab in work.group.slabs):
             return False
@@ -319,7 +329,7 @@ class PendingSteps:
                 written = await self._transformer.run_aside(work, shadow.copies, pending.sealed.is_set)
             if not written:
                 return False
-            # The gradient is read once more only if the shadows give way.
+            # The gradient may be spilled from here on, because it is read once more only if the shadows are given up.
             work.gradient.waits_for_seal = True
             self._shadows.written(shadow)
             await first_of(pending.sealed, shadow.given_up)
@@ -327,14 +337,16 @@ class PendingSteps:
                 return False
             while claimed := next((slab for slab in work.group.slabs if slab.copy_write is not None), None):
                 await claimed.unclaimed()
-            # The group may have got another place meanwhile, where its version belongs on a backing tier.
+            # The group may have been placed elsewhere meanwhile, so that its new versions must be written to a backing
+            # tier. The update's results in the shadows, which are only in host memory, are then not used.
             if shadow.given_up.is_set() or any(slab.backed for slab in work.group.slabs):
                 return False
             work.gradient.waits_for_seal = False
             for slab, copy in self._shadows.adopt(shadow).items():
                 copy.step = slab.latest = work.step
                 slab.updated_at = time.monotonic()
-                # Readers that have pinned the former copy keep it.
+                # Readers that have pinned the former copy keep it until they release it, so it can be taken away from
+                # the slab.
                 self._host_cache.free_copy(slab)
                 self._host_cache.adopt(slab, copy)
             return True
@@ -344,8 +356,8 @@ class PendingSteps:
         pending = self._open(job, step)
         pending.at_rest.clear()
         try:
-            # Wait for the snapshot before the seal, because no bytes are overwritten before it. So if the snapshot has
-            # failed, the client can repeat the commit.
+            # Wait for the snapshot before the step is sealed. If the snapshot has failed, the client can repeat the
+            # commit, because no bytes are overwritten before the seal.
             await self._committer.finish_snapshot(job, step)
             # A step that cannot be committed is not sealed, so that it can still be abandoned without loss.
             _check_writes(job, step, [write for write in pending.writes.values() if write.done()])
@@ -363,7 +375,8 @@ class PendingSteps:
     async def _finish_writes(self, job: Job, pending: PendingStep) -> None:
         """Wait until all writes of the step are done, and raise an error if the step cannot be committed."""
         step = pending.step
-        # A withdrawal that is under way leaves its cancelled write in the step until this commit has ended.
+        # A withdrawal that is under way leaves its cancelled update in the step until this commit has ended, so this
+        # commit finds the cancelled update and fails.
         writes = list(pending.writes.values())
         if writes:
             await asyncio.wait(writes)
@@ -375,7 +388,7 @@ class PendingSteps:
     async def roll_back(self, job: Job, step: int, *, is_ordered: bool) -> None:
         """Make a committed step the newest one again; see `Engine.roll_back`.
 
-        If it is called twice for one job, the second call waits for the first.
+        If this is called twice for one job, the second call waits for the first.
         """
         async with job.rolling_back:
             await self.abandon(job)
@@ -400,7 +413,7 @@ class PendingSteps:
 
 
 def _check_writes(job: Job, step: int, writes: Iterable[asyncio.Task[None]]) -> None:
-    """Raise the failure of a write that is done, because the step cannot be committed without it."""
+    """Raise the error of an update or put that has failed, because the step cannot be committed without it."""
     for write in writes:
         if write.cancelled():
             raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
@@ -409,16 +422,16 @@ def _check_writes(job: Job, step: int, writes: Iterable[asyncio.Task[None]]) -> 
 
 
 def _stop(writes: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel writes."""
+    """Cancel the tasks of updates and puts."""
     for write in writes:
-        # Cancel each write only once, because a second cancellation would interrupt the cleanup that the first one
-        # began.
+        # Each update or put is cancelled only once, because a second cancellation would interrupt the cleanup that the
+        # first one began.
         if not write.cancelling():
             write.cancel()
 
 
 async def _outcome(write: asyncio.Task[None]) -> None:
-    """Wait for a write of a step, and raise its failure. The write goes on if this call is cancelled."""
+    """Wait for an update or a put of a step, and raise its error. It goes on if this call is cancelled."""
     await asyncio.wait([write])
     if write.cancelled():
         raise StepAbortedError(

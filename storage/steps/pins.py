@@ -39,7 +39,7 @@ class Pin:
 
 
 class SlabPins:
-    """Pins the slabs of all jobs, and releases the pins."""
+    """Pins slabs in the arena for the sessions of all jobs, reads and prefetches them, and publishes staged bytes."""
 
     def __init__(
         self,
@@ -109,19 +109,21 @@ class SlabPins:
             write = None
         if write is not None and slab.backed:
             return await self._read(job, slab, as_of)
-        # If there still is a write here, the slab is in host memory only, and the write has not begun: it waits until
-        # the step is sealed, and then until all readers of the copy have released the copy.
+        # If the step under way still has an update or put of this slab here, it has not begun, and the slab is in host
+        # memory only. The update waits until the step is sealed, and then until all readers of the copy have released
+        # it. So the copy can be read.
         copy = await self._queue.fetch(slab, position)
         if as_of is None or copy.step is None or copy.step <= _bound(job, as_of):
             return copy
-        # While this read waited for the device, a client sent an update for a later step, and the update ran first.
+        # The fetched copy is of a later step than the reader may see: while this read waited for the device, a client
+        # sent an update for that step, and the update ran first. So the older bytes are read from NVMe.
         self._host_cache.unpin(slab, copy)
         return await self._read(job, slab, as_of)
 
     async def _read(self, job: Job, slab: Slab, as_of: int | None) -> HostCopy:
         """Return a pinned copy of a slab's bytes as a committed step left them.
 
-        The copy belongs to this reader alone.
+        The copy belongs to this reader alone, and is freed when the reader unpins it.
         """
         copy = HostCopy(await self._host_cache.room_for(slab), step=None, at_home=False)
         self._host_cache.pin(copy)
@@ -164,7 +166,7 @@ class SlabPins:
         self._host_cache.unpin(pin.slab, pin.copy, next_use)
 
     async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
-        """Return pinned room in the arena for the bytes of a slab at its job's first step.
+        """Allocate and pin a host copy for the bytes that a slab has at its job's first step, and return the pin.
 
         The caller writes all elements of the group there, in the slab's dtype, and then calls `publish`, or `unpin` to
         discard them.
@@ -214,11 +216,12 @@ class SlabPins:
                     filling.enter_context(slab.filling(region))
                     await region.tier.write_from(region, 0, self._host.view(pin.arena_range))
                     if step in slab.versions:
-                        # The bytes that were published before are freed below. A commit that failed may name them
-                        # after a crash.
+                        # The slab has a version of this step from an earlier `publish`, which is freed below. A commit
+                        # whose transaction failed may become valid after a crash and name that version, so the catalog
+                        # first excludes this.
                         await self._committer.resolve_doubt()
-                # Check after the write, because the step may have been committed or abandoned, or the job deleted,
-                # while the bytes were written.
+                # The step is checked again after the write, because the step may have been committed or abandoned, or
+                # the job deleted, while the bytes were written.
                 job.open_pending(step).check_open()
                 if job.pending is not pending:
                     raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
@@ -231,5 +234,5 @@ class SlabPins:
 
 
 def _bound(job: Job, as_of: int | None) -> int:
-    """Return the newest step that the reader may see. Readers never get a step before the last committed one."""
+    """Return the newest step whose bytes a read may return: `as_of`, or the last committed step if that is newer."""
     return max(as_of or 0, job.newest or 0)

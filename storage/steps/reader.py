@@ -30,14 +30,15 @@ from storage.tiers.contract import Move, Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 
-# The bytes of host memory that are copied without a pause of the event loop's other tasks, which takes a millisecond.
+# At most this many bytes of host memory are copied before other tasks of the event loop run. Copying them takes a
+# millisecond.
 COPIED_AT_ONCE = 4 << 20
 # A function that fills a buffer with whole checksum blocks of a slab, from a byte offset on.
 ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
 
 
 class RangeReader:
-    """Reads the newest bytes. Each read under way holds at most one tile buffer."""
+    """Reads ranges of tensors as their newest bytes are, committed or not. Each read holds at most one tile buffer."""
 
     def __init__(self, host: HostTier, host_cache: HostCache, backing: BackingTiers, tiles: TilePool) -> None:
         self._host = host
@@ -123,7 +124,7 @@ class RangeReader:
             return None, b""
         version, region = slab.latest, slab.versions.get(slab.latest)
         if region is not None:
-            # The region is held, because a roll-back may free it meanwhile.
+            # The region is held while its bytes are read, because otherwise a roll-back could free it meanwhile.
             self._backing.hold(region)
         try:
             return version, await self.slab_digest(job.group(group), slab, region)
@@ -167,11 +168,11 @@ class RangeReader:
             await self._backing.read_into(region, start, buffer)
 
     async def _read_copy(self, slab: Slab, copy: HostCopy, start: int, buffer: memoryview) -> None:
-        """Copy bytes of a slab's host copy into `buffer`, in slices, because a slab may have gigabytes."""
+        """Copy bytes of a slab's host copy into `buffer`, in pieces, so that gigabytes do not block the event loop."""
         if len(buffer) <= COPIED_AT_ONCE:
             await self._host.read_into(copy.arena_range, start, buffer)
             return
-        # The pin keeps the bytes as they are and where they are between two slices.
+        # The host copy is pinned, so that its bytes are not changed or moved while other tasks run between two pieces.
         self._host_cache.pin(copy)
         try:
             async for at in in_slices(range(0, len(buffer), COPIED_AT_ONCE)):
@@ -190,7 +191,7 @@ class RangeReader:
 
 
 class StepReader:
-    """A reader of one committed step. Its bytes stay the same, whatever is trained, rolled back or deleted meanwhile.
+    """A reader of one committed step. The step's bytes stay the same, also after later steps, roll-backs or deletion.
 
     The space of the step's versions is freed when no reader, retained step or slab needs them any more.
     """
@@ -199,19 +200,20 @@ class StepReader:
         """Make a reader of the step of `record` that holds nothing yet. `Committer.hold` fills `regions`."""
         self.job = job
         self.step = record.step
-        # The commit. A roll-back and another commit of the same number make another record.
+        # The record of the commit that this reader reads. If the job is rolled back and commits a step of the same
+        # number again, that step has another record.
         self.record = record
         # The region of each slab's bytes, held until `close` frees it. It is None if the slab was never written; its
         # bytes are then zeros.
         self.regions: dict[Slab, Region | None] = {}
-        # The step that wrote these bytes of each slab.
+        # For each slab, the step that wrote the bytes that this reader sees; None if the slab was never written.
         self.versions: dict[Slab, int | None] = {}
         self._ranges = ranges
         self._backing = backing
 
     @property
     def nbytes(self) -> int:
-        """Bytes on backing tiers that the reader holds."""
+        """The bytes of the regions on backing tiers that the reader holds, so that they are not freed."""
         return sum(region.nbytes for region in self.regions.values() if region is not None)
 
     def client_state(self, rank: int) -> bytes:
@@ -265,7 +267,8 @@ class StepReader:
     async def fill(self, fqn: str, kind: Kind, offset: int, numel: int, view: memoryview) -> None:
         """Read elements `[offset, offset + numel)` of one tensor into whole pages of the arena.
 
-        Where whole blocks of the slab come to the start of a page, they are read into the arena without a copy.
+        Whole blocks of the slab whose place in the range begins at a page are read there directly. Other bytes are
+        copied through a tile buffer.
 
         Raises:
             NotFoundError, DataLossError, DeviceError: see `read`.

@@ -1,12 +1,13 @@
 """The sync of the durable tier, and the renewal of versions whose bytes a failed sync has put in doubt.
 
-A device that fails a sync may have lost any bytes that were written since the sync before. It tells only the call that
-failed, and a later sync succeeds without these bytes. So all versions that were not synced by then are in doubt,
-whichever job wrote them (see `Region.doubtful`). This module writes a doubtful version to another place, from its copy
-in memory if there is one. It must not read the bytes back from the device while memory has them, because they may be
-lost there.
+A device that fails a sync may have lost any bytes that were written since the sync before. The device reports the loss
+only to the sync that failed, and a later sync succeeds without the lost bytes. So all versions that were not synced
+before the failure are in doubt, also those that other jobs wrote (see `Region.doubtful`). This module writes a doubtful
+version to another place, from its copy in memory if there is one. It must not read the bytes back from the device while
+memory has them, because they may be lost there.
 
-A version that no memory has a copy of is read back and verified. If the device has lost it, it stays lost.
+If no memory has a copy of a doubtful version, the version is read back and verified. If the device has lost it, it
+stays lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Regions = MutableMapping[Slab, Region | None]
 
 
 class Renewal:
-    """Syncs the durable tier for all commits and kept steps, and gives doubtful versions another place."""
+    """Syncs the durable tier for all commits and kept steps, and writes doubtful versions to new regions.
+
+    A version is doubtful if a sync failed after its bytes were written.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class Renewal:
         """Make the renewal of one engine.
 
         Args:
-            jobs: all jobs in all their layouts, at each iteration those of that moment.
+            jobs: all jobs in all their layouts; each iteration yields the jobs that exist at that time.
             held_by_readers: returns the regions that each open reader holds. A renewal replaces regions there, too.
         """
         self._host = host
@@ -52,9 +56,9 @@ class Renewal:
         self._held_by_readers = held_by_readers
 
     async def sync(self) -> None:
-        """Sync the durable tier. If that fails, renew what host memory has copies of, and raise the failure.
+        """Sync the durable tier. If that fails, renew the versions that have host copies, and raise the failure.
 
-        The renewal comes at once, for all jobs, because other bytes may take the place of a copy at any time.
+        All jobs are renewed at once and not at their next commits, because a copy may be evicted before.
 
         Raises:
             DeviceError, DiskFullError: see `DurableTier.sync`.
@@ -79,7 +83,8 @@ class Renewal:
         if copy is None:
             new = await self._read_back(job, region)
         else:
-            # An update or a put waits for the pin, or writes to other memory.
+            # The bytes of the host copy do not change while the copy is pinned: an update or a put waits for the pin,
+            # or writes to other memory.
             self._host_cache.pin(copy)
             try:
                 new = await self._backing.copy_to_durable(region, self._host.view(copy.arena_range))
@@ -103,7 +108,7 @@ class Renewal:
             ) from error
 
     def _replace(self, slab: Slab, region: Region, new: Region) -> None:
-        """Give every holder of `region` the region `new` instead, which has no holder but the caller.
+        """Give every holder of `region` the region `new` instead, and release the caller's hold on `new`.
 
         A slab that has lost the version meanwhile, by a roll-back or the deletion of its job, is left as it is.
         """
@@ -135,7 +140,8 @@ class Renewal:
                 if region.doubtful and slab.copy_of(region) is not None:
                     await self.renew(job, slab, region)
         except StorageError as error:
-            # The commit of each version tries once more.
+            # A failure to write a doubtful version again does not end the sync, because the commit that needs the
+            # version tries once more.
             log.warning("versions that a failed sync has put in doubt could not be written again yet: %s", error)
         finally:
             for _, slab, _, copy in found:

@@ -3,8 +3,8 @@
 This module owns the tile buffers. It must never overwrite the bytes of a committed version on NVMe, so results go to
 new extents.
 
-Optimizer updates run on this. A copy in the host tier is worked on in place. A slab without a copy passes through tile
-buffers, so that the memory needed does not depend on the size of the group.
+An optimizer update is such a passage. If a slab has a copy in the host tier, the kernel works on the copy in place. A
+slab without a copy passes through tile buffers, so that the memory needed does not depend on the size of the group.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ from storage.tiers.io_engine import Priority
 # without those of its neighbours, in every element type.
 TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 21
-# The most elements that a kernel gets at a time. The bytes of such a part of a tile are verified, updated and recorded
-# while they are in the processor's cache. Where nothing is verified or recorded, a kernel gets the whole tile, because
-# threads wait for the interpreter's lock at each part.
+# The most elements that an optimizer kernel gets at a time. The bytes of such a part of a tile are verified, updated
+# and recorded while they are in the processor's cache. Where nothing is verified or recorded, a kernel gets the whole
+# tile, because threads wait for the interpreter's lock at each part.
 PART_ELEMENTS = 1 << 18
-# The master weight and the optimizer states are fp32, and the parameter has 16 bits.
+# The bytes that a tile's buffer has for each element: the master weight and the optimizer states are fp32, and the
+# parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
-# One set of buffers is read, one is worked on and two are written. The smallest budgets have only two sets.
+# The number of tile buffers. While one is filled by reads, the kernel works on another one, and two are written to
+# NVMe. The smallest host budgets have only two.
 TILE_SETS = 4
 LEAST_TILE_SETS = 2
-# The tile sets take 1 / TILE_BUDGET_FRACTION of the host budget, but at least LEAST_TILE_BYTES and at most
+# The buffers of tiles take 1 / TILE_BUDGET_FRACTION of the host budget, but at least LEAST_TILE_BYTES and at most
 # MOST_TILE_BYTES.
 TILE_BUDGET_FRACTION = 8
 LEAST_TILE_BYTES = LEAST_TILE_SETS * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT
@@ -95,13 +97,13 @@ def _cut_buffers(host_budget: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a kernel is to do to a group.
+    """The description of one update: which group the kernel changes, with which gradient, to which version.
 
     Attributes:
         step: the version that each slab gets.
         reads: the kinds whose old bytes the kernel needs.
-        position: the trace position at which the group is needed next. A group with a lower one goes first, also
-            between two tiles of this one.
+        position: the trace position at which the group is needed next. A group with a lower position goes first, also
+            between two tiles of this group.
     """
 
     group: Group
@@ -114,21 +116,22 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class _Passage:
-    """The passage of one slab through the kernel: the region of its old bytes and the region of its new ones."""
+    """The state of one slab while a kernel updates it: where its old bytes are, and where its new bytes go."""
 
     slab: Slab
     reads: bool
-    # The copy that the kernel works on in place, if there is one.
+    # The host copy of the slab that the kernel works on in place; None if the kernel works in a tile's buffer.
     copy: HostCopy | None
     # The region that the old bytes are read from if no copy holds them. It is held until the update ends.
     source: Region | None
     # The new extents that the result is written to; None for a slab without a backing tier.
     target: Region | None
-    # The copy of the old bytes, if the kernel works on another one.
+    # The host copy of the old bytes, if the kernel writes its result to another copy.
     before: HostCopy | None = None
     # The step of the bytes that `copy` still has if the update fails; None once a kernel may have changed them.
     kept_step: int | None = None
-    # True while the update waits for another one, so that the copy can be evicted.
+    # True while this update waits for the update of another group. The host cache may then evict `copy`, because many
+    # waiting groups would otherwise fill the host tier.
     evictable: bool = False
 
 
@@ -139,7 +142,7 @@ def host_budget_for(other_bytes: int) -> int:
 
 
 class TilePool:
-    """Tile buffers of equal size in the arena, allocated at start. Each is used by one tile or read at a time."""
+    """Lends out the tile buffers: pages of the arena of equal size. One update tile or one read uses each at a time."""
 
     def __init__(self, host: HostTier) -> None:
         """Allocate the buffers in an eighth of the host budget, but in at least LEAST_TILE_BYTES.
@@ -163,7 +166,7 @@ class TilePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """The bytes of the arena that all tile buffers take."""
         return tile_buffer_bytes(self._host.budget_bytes)
 
     async def take(self) -> ArenaRange:
@@ -172,7 +175,7 @@ class TilePool:
 
     async def take_two(self) -> tuple[ArenaRange, ArenaRange]:
         """Wait until two buffers are free, and return them. The caller passes each to `free` afterwards."""
-        # Only one task at a time takes two, so that no two of them wait for each other with one buffer each.
+        # Only one task at a time takes two buffers, so that two tasks with one buffer each never wait for each other.
         async with self._taking_two:
             first = await self._free.get()
             try:
@@ -182,7 +185,7 @@ class TilePool:
                 raise
 
     def free(self, range_: ArenaRange) -> None:
-        """Release a buffer, so that another tile or read can take it."""
+        """Give back a buffer of `take` or `take_two`, so that another tile or read can take it."""
         self._free.put_nowait(range_)
 
     @asynccontextmanager
@@ -208,15 +211,15 @@ class Transformer:
         executor: Executor,
         threads: int,
     ) -> None:
-        """Make a transformer whose kernels run in `executor`, which has so many `threads`."""
+        """Make a transformer whose kernels run in `executor`; `threads` is the number of its threads."""
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
         self._gradients = gradients
         self._tiles = tiles
         self._executor = executor
-        # Tiles whose bytes are all in host memory need no buffers. So many of them are under way at once that each
-        # thread has a next one when it has done one.
+        # Tiles whose bytes are all in host memory need no buffers, so this semaphore limits their number. So many of
+        # them are under way at once that each thread finds another tile when it has done one.
         self._in_memory = asyncio.Semaphore(2 * threads)
         self._position_lock = PositionLock()
         self._scratch = _Scratch()
@@ -225,15 +228,15 @@ class Transformer:
         """Give every slab of the group a new version.
 
         On an error the slabs keep their old versions, but a host copy that the kernel worked on loses its bytes, even
-        if they were nowhere else. It keeps them if the error came before the kernel was called.
+        if they were nowhere else. The copy keeps them if the error came before the kernel was called.
 
         Raises:
             BudgetExceededError: there is no room for the new versions.
             DeviceError: a read or a write failed.
         """
         async with AsyncExitStack() as undo:
-            # Wait before taking the position lock, because readers may use the slabs for a long time, and other groups
-            # must not wait for them.
+            # The update waits for the readers of its slabs before it takes the position lock, because readers may use
+            # the slabs for a long time, and updates of other groups must not wait for them.
             for slab in work.group.slabs:
                 await self._idle(slab)
             passages: list[_Passage] = []
@@ -253,12 +256,12 @@ class Transformer:
     async def run_aside(self, work: Work, copies: Mapping[Slab, HostCopy], is_late: Callable[[], bool]) -> bool:
         """Write the bytes that `run` would give to each slab to another copy of it, and leave the slabs as they are.
 
-        It gives way to no group between its tiles, so that at most the tiles of one or two groups are under way when
-        the work becomes late.
+        This gives way to no other group between its tiles, so that at most the tiles of one or two groups are under way
+        when the work becomes late.
 
         Args:
             copies: the copy to write for each slab of the group. The newest bytes of the slabs are in host memory.
-            is_late: asked when its turn has come; nothing is done if it returns True.
+            is_late: called when this work has the position lock; if it returns True, nothing is written.
 
         Returns:
             Whether the copies were written.
@@ -316,9 +319,9 @@ class Transformer:
     async def _make_evictable(self, passages: Sequence[_Passage], tasks: Sequence[asyncio.Task[None]]) -> None:
         """Make the copies of a waiting group evictable, after its tiles under way are done.
 
-        Many groups may wait for one that is needed sooner, and their copies would fill the host tier. What the copies
-        hold is on NVMe, too: each tile either as it was or as it is now. Copies at home stay, and nothing waits for
-        them.
+        Many groups may wait for a group that is needed sooner, and their copies would fill the host tier. The bytes of
+        these copies are on NVMe, too: of each tile, either the old bytes or the new ones. Copies at home are never
+        evicted, so a group that has only such copies does not wait for its tiles.
         """
         away = [passage for passage in passages if passage.copy is not None and not passage.copy.at_home]
         if away and tasks:
@@ -354,7 +357,7 @@ class Transformer:
             self._backing.hold(passage.source)
 
     def _release_source(self, passage: _Passage) -> None:
-        """Release the region of the slab's old bytes."""
+        """Release the region that `_hold_source` has held, if there is one."""
         if passage.source is not None:
             self._backing.free(passage.source)
 
@@ -370,7 +373,7 @@ class Transformer:
 
         A new copy evicts only copies that are needed later than `next_use`, and saves the next read of the slab. If
         readers have pinned a copy that is not at home, the update does not use it. Optimizer states have no next use,
-        because each update needs all of them once: so no state deserves the place of another one.
+        because each update needs all of them once. So no copy of a state is evicted for a copy of another state.
         """
         copy = slab.copy
         if copy is None and (range_ := self._host.try_allocate(slab.nbytes, next_use)) is not None:
@@ -391,12 +394,13 @@ class Transformer:
                 return
 
     async def _take_buffers(self, gradient: Gradient, *, in_memory: bool) -> _Buffers:
-        """Wait for the buffers of a tile, and hold the gradient where it is then.
+        """Wait for the buffers of a tile, and keep the gradient from being moved until the tile is done.
 
-        A spilled gradient needs a buffer of its own, into which its part of the tile is read.
+        For a spilled gradient, a second buffer is taken, into which the gradient's part of the tile is read.
 
         Args:
-            in_memory: the bytes of all slabs are in host memory, and their results stay there.
+            in_memory: the bytes of all slabs are in host memory, and their results stay there, so that the slabs need
+                no buffer.
         """
         of_slabs: ArenaRange | None = None
         of_gradient: ArenaRange | None = None
@@ -411,7 +415,8 @@ class Transformer:
         elif gradient.is_in_arena:
             of_slabs = await self._tiles.take()
             if not gradient.is_in_arena:
-                # It was spilled during the wait.
+                # The gradient was spilled while this tile waited for a buffer, so the tile needs a second buffer, into
+                # which the gradient is read.
                 self._tiles.free(of_slabs)
                 of_slabs, of_gradient = await self._tiles.take_two()
         else:
@@ -430,8 +435,8 @@ class Transformer:
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
-                # The transfer may have corrupted the bytes while those on the disk are right. So the part is read once
-                # more before the tier reports it as damaged.
+                # A part of the tile does not match its checksums. The transfer may have corrupted the bytes while those
+                # on the disk are right, so the part is read once more before the tier reports it as damaged.
                 await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
@@ -443,7 +448,11 @@ class Transformer:
                     self._tiles.free(range_)
 
     def _map_gradient(self, buffers: _Buffers, start: int, numel: int) -> _Mapped:
-        """Return the memory of the gradient's part of the tile, which is where the gradient is or in its own buffer."""
+        """Return the memory of the gradient's part of the tile.
+
+        It is a part of the gradient's range in the arena. If the gradient is spilled, it is the tile's buffer for
+        gradients, into which the part is read from the gradient's region.
+        """
         dtype, place = buffers.gradient.dtype, buffers.place
         offset, nbytes = start * dtype.itemsize, round_up(numel * dtype.itemsize)
         if isinstance(place, ArenaRange):
@@ -472,7 +481,7 @@ class Transformer:
         return mapped
 
     def _finish(self, passage: _Passage, step: int) -> None:
-        """Make the result the slab's newest version."""
+        """Make the bytes that the kernel has written the slab's newest version, that of `step`."""
         slab = passage.slab
         slab.latest = step
         slab.updated_at = time.monotonic()
@@ -480,7 +489,8 @@ class Transformer:
             slab.add_version(step, passage.target)
         copy, passage.copy = passage.copy, None
         if slab.copy is not copy:
-            # Readers fetched this copy while the update ran, and it holds the old version.
+            # The slab's present copy was fetched by readers while the update ran. It holds the old version, so it is
+            # taken away from the slab.
             self._host_cache.free_copy(slab)
         if copy is not None:
             copy.step = step
@@ -488,7 +498,10 @@ class Transformer:
 
 
 def _are_in_memory(passages: Sequence[_Passage]) -> bool:
-    """Return whether all bytes are in host memory, and stay there. This does not change while a group is updated."""
+    """Return whether the old bytes of all slabs are in host memory, and the new bytes stay there.
+
+    The result does not change while a group is updated.
+    """
     return all(one.copy is not None and one.copy.at_home and one.target is None for one in passages)
 
 
@@ -504,10 +517,10 @@ class _Buffers:
     """The buffers of one tile.
 
     Attributes:
-        of_slabs: has the parts of slabs that have no copy; None: all bytes are in host memory.
-        of_gradient: has the part of the gradient; None: the gradient is in the arena.
+        of_slabs: the buffer for the parts of slabs that have no copy; None if all bytes are in host memory.
+        of_gradient: the buffer for the part of the gradient; None if the gradient is in the arena.
         gradient: the gradient.
-        place: where the gradient is held for the tile.
+        place: the range or the region that has the gradient, as `Gradients.begin_read` returned it.
     """
 
     of_slabs: ArenaRange | None
@@ -540,14 +553,15 @@ class _Mapped:
 
 
 class _MappedSlab(_Mapped):
-    """The bytes of one slab in one tile."""
+    """The bytes of one slab in one tile, with the regions that they are read from and written to."""
 
     def __init__(self, passage: _Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
         super().__init__(view, offset, passage.slab.spec.dtype, passage.source)
         self.passage = passage
         self.kind = passage.slab.key.kind
         self.target = passage.target
-        # The old bytes, if they are not in `tensor`.
+        # The elements of the slab's old bytes, if the kernel writes its result to another copy than theirs; None if it
+        # works in place.
         self.before = None if before is None else torch.frombuffer(before, dtype=passage.slab.spec.dtype.torch)
         self.begins_as_zeros = passage.reads and passage.slab.latest is None
 
@@ -604,7 +618,8 @@ class _Parts:
             except DamagedBlockError:
                 return first
             for m in self._mapped:
-                # The kernel changes the copy that it works on.
+                # From here on the kernel may change the slab's host copy, so if the update fails, the copy no longer
+                # counts as the bytes of its step.
                 m.passage.kept_step = None
             tensors = {m.kind: m.tensor[first:end] for m in self._mapped}
             for m in self._mapped:

@@ -8,8 +8,9 @@ The first pages are the header:
 - the nonce, random bytes that the daemon also sends to clients: a client that finds them in the memory that it has
   mapped knows that it is on the daemon's machine;
 - the mark, by which a file is recognized as an arena;
-- the settled word: how many bytes, from the beginning, the collapser thread has passed. Clients register the arena with
-  the driver of their device behind it, because the kernel cannot move pages into huge ones that a driver has pinned;
+- the settled word: how many bytes, from the beginning of the arena, the collapser thread has passed. Clients register
+  only these bytes with the driver of their device, because the driver pins them, and the kernel cannot move pinned
+  pages into huge pages;
 - the slots (see slots.py).
 """
 
@@ -36,8 +37,9 @@ NONCE_BYTES = 32
 MARK = b"paramserver-arn1"
 SETTLED_BYTE = NONCE_BYTES + len(MARK)
 _WORD_BYTES = 8
-# No range crosses a multiple of this, unless it is longer. Clients register the arena with the driver of their device
-# in such pieces, and drivers refuse a copy that crosses from one registration into another, or into memory without one.
+# No range of the arena crosses a multiple of this many bytes, unless the range is longer. Clients register the arena
+# with the driver of their device in pieces of this size, and drivers refuse a copy that crosses from one registered
+# piece into another, or into memory that is not registered.
 PIECE_BYTES = 16 << 30
 
 
@@ -51,7 +53,7 @@ class ArenaRange:
 
 
 class Arena:
-    """Shared memory, fully allocated at construction."""
+    """The shared memory of the host tier, and the allocator of ranges in it. All its pages are allocated at once."""
 
     def __init__(
         self,
@@ -67,10 +69,11 @@ class Arena:
 
         Args:
             size_bytes: the size with the header; rounded down to whole pages.
-            slots: the number of slots in the header.
-            path: the name of the memory on a tmpfs; None: it has no name.
+            slots: the number of slots in the header, of which each session that maps the arena needs one.
+            path: the name of the memory on a tmpfs; None if it gets no name.
             huge_pages: use reserved huge pages. If the system refuses, a warning is logged and ordinary ones are used.
-            piece_bytes: no range crosses a multiple of this, unless it is longer; a multiple of a page.
+            piece_bytes: no range crosses a multiple of this, unless the range is longer than this; a multiple of a
+                page.
             lock_memory: lock the memory. If the system refuses, a warning is logged and the arena can be swapped out.
 
         Raises:
@@ -94,7 +97,7 @@ class Arena:
         self._piece_bytes = piece_bytes
         self._free = FreeRuns(piece_bytes)
         self._free.add(self.header_bytes, self.size_bytes)
-        # The bytes that the collapser thread has moved from ordinary pages into huge ones so far.
+        # The bytes of the arena that its thread has moved from ordinary pages into huge ones so far.
         self.collapsed_bytes = 0
         self._closing = threading.Event()
         self._collapser = threading.Thread(target=self._collapse, name="arena-huge-pages", daemon=True)
@@ -121,12 +124,12 @@ class Arena:
         self._settle(self.size_bytes)
 
     def _settle(self, nbytes: int) -> None:
-        """Write the settled word: from now on, the first `nbytes` bytes stay in the pages that they are in."""
+        """Write the settled word: from now on, the collapser thread does not move the first `nbytes` bytes."""
         self._view[SETTLED_BYTE : SETTLED_BYTE + _WORD_BYTES] = nbytes.to_bytes(_WORD_BYTES, "little")
 
     @property
     def settled_bytes(self) -> int:
-        """How many bytes, from the beginning, stay in the pages that they are in."""
+        """How many bytes, from the arena's beginning, the collapser thread does not move to huge pages any more."""
         return int.from_bytes(self._view[SETTLED_BYTE : SETTLED_BYTE + _WORD_BYTES], "little")
 
     def finish_collapse(self) -> int:
@@ -159,7 +162,7 @@ class Arena:
             return ArenaRange(offset, need, next(self._generations))
 
     def free(self, range_: ArenaRange) -> None:
-        """Free a range."""
+        """Free a range that `allocate` returned."""
         with self._lock:
             self._free.add(range_.offset, range_.offset + range_.nbytes)
 

@@ -1,7 +1,7 @@
 """The backing tiers of one engine, which find the tier of a region and the tier for a slab's versions.
 
-This module owns the watch over the tiers' devices, and closes the tiers. It must not copy the bytes of a move. What the
-remote tier has of a region is read from there; which reads these are, the remote tier decides.
+This module owns the watch over the tiers' devices, and closes the tiers. It must not copy the bytes of a move. If a
+lender has a copy of a region's bytes, the remote tier decides which reads go to that copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackingTiers:
             volatile: the tiers whose bytes a restart loses, fastest first.
             durable: the durable tier.
             watch: the watch.
-            remote: has copies of versions on the durable tier; None: no memory is borrowed.
+            remote: has copies of versions on the durable tier in memory of lenders; None if no memory is borrowed.
 
         Raises:
             ValueError: two tiers have the same name, or one has the host tier's name, or a tier in `volatile` is
@@ -76,8 +76,9 @@ class BackingTiers:
     def home_of(self, placement: TierName, *, every_commit_is_durable: bool) -> TierName | None:
         """Return the tier that every version of a slab is written to; None if only the host copy has the bytes.
 
-        If every commit is durable, versions go to the durable tier at once, whatever the placement is. They also go
-        there if this engine has no tier of the placement's name, because the job was stored by an engine that had it.
+        If every commit is durable, versions of slabs of any placement go to the durable tier at once. Versions also go
+        to the durable tier if this engine has no tier of the placement's name, because the job was stored by an engine
+        that had such a tier.
         """
         if every_commit_is_durable:
             return self.durable.name
@@ -100,12 +101,13 @@ class BackingTiers:
         """Release a region; see `BackingTier.free`."""
         region.tier.free(region)
 
-    # These four methods are no coroutine functions, so that the caller awaits the tier's own coroutine directly.
+    # `read_into`, `read_many`, `read_raw` and `write_raw` are no coroutine functions, so that the caller awaits the
+    # tier's own coroutine directly.
 
     def read_into(
         self, region: Region, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> Coroutine[Any, Any, None]:
-        """Fill `buffer` from the region's tier, or from a lender; see `BackingTier.read_into`."""
+        """Fill `buffer`, verified, from the region's tier or from a lender's copy; see `BackingTier.read_into`."""
         if self.remote is not None:
             return self._read_with_lenders(self.remote, [Move(region, offset, buffer)], priority, verified=True)
         return region.tier.read_into(region, offset, buffer, priority)
@@ -134,7 +136,7 @@ class BackingTiers:
     def begin_copy(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
         """Prepare a copy of a version in the memory of a lender; see `RemoteTier.begin`.
 
-        From here on `write_raw` sends the bytes there, too. Return whether there is room.
+        If a lender has room for the copy, return True; `write_raw` sends the bytes to this lender, too, from then on.
         """
         return (
             self.remote is not None and region.tier is self.durable and self.remote.begin(region, instead_of, next_use)
@@ -186,7 +188,7 @@ class BackingTiers:
             await self._read(left, priority, verified=verified)
 
     async def _write_with_lenders(self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority) -> None:
-        """Write to the tiers of the regions, and send the same bytes to lenders for as long as that is of use."""
+        """Write to the tiers of the regions, and send the same bytes to lenders; see `RemoteTier.patience`."""
         pushing = asyncio.ensure_future(remote.push(moves))
         try:
             await self._write(moves, priority)
@@ -229,7 +231,7 @@ class BackingTiers:
             await tier.close()
 
     def _only_tier_of(self, moves: Sequence[Move[Region]]) -> BackingTier[Any] | None:
-        """Return the tier of all moves; None if they are for several tiers."""
+        """Return the tier to which all moves belong; None if they belong to several tiers."""
         if len(self._tiers) == 1:
             return self.durable
         first = moves[0].region.tier if moves else self.durable

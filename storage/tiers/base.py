@@ -15,20 +15,20 @@ def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
 
 @dataclass(slots=True)
 class BusyClock:
-    """A clock that runs while at least one operation is under way."""
+    """A clock that runs while at least one operation of a tier is under way, to measure the tier's bandwidth."""
 
     seconds: float = 0.0
     _running: int = 0
     _since: float = 0.0
 
     def start(self) -> None:
-        """Note that one more operation is under way."""
+        """Count one more operation that is under way. The first one starts the clock."""
         if self._running == 0:
             self._since = time.perf_counter()
         self._running += 1
 
     def stop(self) -> None:
-        """Note that one operation has ended."""
+        """Count one operation as ended. The last one stops the clock."""
         self._running -= 1
         if self._running == 0:
             self.seconds += time.perf_counter() - self._since
@@ -58,7 +58,7 @@ class TierCounters:
     demotions: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    # Bytes of the tier that were allocated, and bytes that were freed.
+    # The sum of all bytes that were allocated on the tier and all bytes that were freed.
     moved_bytes: int = 0
     reading: BusyClock = field(default_factory=BusyClock)
     writing: BusyClock = field(default_factory=BusyClock)

@@ -2,8 +2,8 @@
 
 Operators and clients see the properties in `Tier` of every tier. A `BackingTier` keeps versions of slabs. The one
 `DurableTier` among the backing tiers is the one whose bytes a restart finds again. The host tier is no backing tier,
-because clients and kernels work in its memory, which versions only pass through. A new tier is a class in a file beside
-this one that fulfils `BackingTier`; `storage/assembly.py` makes it.
+because clients and kernels work in its memory, and versions only pass through it. A new tier is a class in a file
+beside this one that fulfils `BackingTier`; `storage/assembly.py` makes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tier(Protocol):
 
     @property
     def detail(self) -> str:
-        """A description of the tier's memory or files, for operators."""
+        """A text for operators that describes the tier's memory or files."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Region(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in whole pages."""
+        """The size of the region in bytes, in whole pages."""
         ...
 
     @property

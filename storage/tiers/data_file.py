@@ -21,18 +21,19 @@ from storage.tiers.threaded_io import COALESCED_BYTES, ThreadedIo
 
 log = logging.getLogger(__name__)
 
-# The file grows by this much at a time, so that growth is rare and the file system can keep the blocks together.
+# A data file grows by this many bytes at a time, so that growth is rare and the file system can keep the blocks
+# together.
 GROWTH_BYTES = 64 << 20
 # The bytes that a store with several devices writes and reads at its start, to measure the bandwidth of each device.
 PROBE_BYTES = 32 << 20
-# A sample of the bandwidth is taken once this many bytes were moved, because smaller samples are too noisy.
+# A sample of a device's bandwidth is taken once this many bytes were moved, because smaller samples are too noisy.
 SAMPLE_BYTES = 64 << 20
 # The weight of a new sample in the moving average of the bandwidth, between 0 and 1.
 SAMPLE_WEIGHT = 0.3
 
 
 class DataFile:
-    """The file `data.<number>` in one directory."""
+    """The data file `data.<number>` in one directory: allocates extents of it, grows it, and measures its device."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class DataFile:
         self._sampled = self.io.load
 
     def _take_in(self, used: list[Extent]) -> None:
-        """Make all bytes free that are not `used`, and truncate a long unused end of the file."""
+        """Make all bytes of an opened file free that are not in `used`, and truncate a long unused end of the file."""
         try:
             runs = unused_runs(self._size, used, self.number)
         except ValueError as error:
@@ -103,7 +104,7 @@ class DataFile:
 
     @property
     def size_bytes(self) -> int:
-        """The file's length."""
+        """The length of the data file in bytes."""
         return self._size
 
     @property
@@ -113,7 +114,7 @@ class DataFile:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the oldest move or sync has been at the device."""
+        """For how many seconds the oldest read, write or sync has been at the device; 0 if none is there."""
         return self.io.load.stalled_seconds
 
     @property
@@ -123,17 +124,17 @@ class DataFile:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes in allocated extents."""
+        """The bytes of the file that are in allocated extents."""
         return self._size - self._space.free_bytes
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that can be allocated without growth."""
+        """The bytes that can be allocated before the file must grow."""
         return self._space.usable_bytes
 
     @property
     def free_runs(self) -> int:
-        """The number of pieces of the free space."""
+        """The number of free runs, which is large if the free space is fragmented."""
         return len(self._space)
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
@@ -141,7 +142,7 @@ class DataFile:
         return self._space.allocate(nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Make an extent free at once."""
+        """Make an extent free, so that the next allocation may use it."""
         self._space.add(extent)
 
     def grow(self, nbytes: int) -> None:
@@ -173,7 +174,8 @@ class DataFile:
             if extents is None:
                 return
             try:
-                # The views of this memory outlive an error, so it is freed with the last of them and not before.
+                # The buffer of the measurement is anonymous memory, which is freed with the last view of it, because
+                # views may outlive this code if an error is raised.
                 buffer = memoryview(mmap.mmap(-1, COALESCED_BYTES))
                 cuts = [(e, i) for e in extents for i in range(0, e.nbytes, COALESCED_BYTES)]
                 requests = [IoRequest(e.offset + i, buffer[: min(COALESCED_BYTES, e.nbytes - i)]) for e, i in cuts]
@@ -184,7 +186,8 @@ class DataFile:
                     self._space.add(extent)
         except StorageError as error:
             log.warning("%s: its speed could not be measured: %s", self.path, error)
-            # The bytes of moves that failed say nothing about the device's speed.
+            # The bytes of failed reads and writes say nothing about the device's speed, so the next sample begins after
+            # them.
             self._sampled = self.io.load
             return
         self._take_sample(self.io.load)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from storage.tiers.base import round_up
 from storage.tiers.free_runs import FreeRuns
 
-# Allocations are split at multiples of this. It is smaller than a checksum's block, so that little of a free run stays
-# unused. A block may then lie in several extents; see NvmeRegion.blocks_are_whole.
+# Extents are split at multiples of this many bytes. It is less than a checksum's block, so that little of a free run
+# stays unused. A block may then lie in several extents; see NvmeRegion.blocks_are_whole.
 SPLIT_BYTES = 16 << 10
 
 
@@ -28,7 +28,7 @@ class Extent:
 
 
 class ExtentAllocator:
-    """The free extents of one file.
+    """Allocates and frees extents of one data file.
 
     Allocation is best fit. Only if no free run is long enough, an allocation is split over several runs, at multiples
     of SPLIT_BYTES.
@@ -39,12 +39,12 @@ class ExtentAllocator:
         self._free = FreeRuns()
 
     def __len__(self) -> int:
-        """Return the number of free runs."""
+        """Return the number of runs in which the free bytes of the file lie."""
         return len(self._free)
 
     @property
     def free_bytes(self) -> int:
-        """The bytes that are not allocated."""
+        """The bytes of the file that are in no allocated extent."""
         return self._free.free_bytes
 
     @property
@@ -56,7 +56,7 @@ class ExtentAllocator:
         return self._free.whole_units(SPLIT_BYTES) * SPLIT_BYTES
 
     def add(self, extent: Extent) -> None:
-        """Make an extent free."""
+        """Add an extent of the file to the free bytes."""
         self._free.add(extent.offset, extent.end)
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:

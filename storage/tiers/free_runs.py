@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 class FreeRuns:
     """Free runs `[start, end)`, ordered by start. Runs that touch are joined, except at multiples of `barrier`.
 
-    So what is taken from one run never crosses a multiple of `barrier`.
+    So an allocation from one run never crosses a multiple of `barrier`.
     """
 
     def __init__(self, barrier: int | None = None) -> None:
         self._barrier = barrier
-        # The numbers are packed so that numpy searches all lengths in one pass: there may be tens of thousands of runs.
+        # The starts and lengths of the free runs are in packed arrays, so that numpy searches all lengths in one pass:
+        # there may be tens of thousands of runs.
         self._starts = array("q")
         self._lengths = array("q")
         self.free_bytes = 0
@@ -67,7 +68,8 @@ class FreeRuns:
     def take_across(self, length: int) -> int | None:
         """Take `length` from runs that touch at barriers, and return the start of what is taken.
 
-        None if there are no such runs. The lowest ones are taken. Only for what is longer than `barrier`.
+        The lowest such runs are taken; the result is None if there are none. Call this only for a `length` above
+        `barrier`, because no single run is so long.
         """
         first = start = end = 0
         for i in range(len(self)):

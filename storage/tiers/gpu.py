@@ -5,15 +5,17 @@ much memory each session offers, which version of which slab lies where in it, a
 It must never touch a byte of that memory, nor call a device, so that nothing that goes wrong on a device can reach the
 daemon.
 
-[Note: life of a copy] A client that reads a slab copies its bytes to the device anyway. `place` gives it a range in
-which it may keep them, and `release` says whether it did. From then on `find` leases the copy to the session for as
-long as its bytes are the newest ones of the slab. A leased range is given to no other slab; the end of the lease is the
-client's acknowledgement that its device was given all work on the range, so that later work on it comes after that.
+[Note: life of a copy] A client that reads a slab copies its bytes to the device anyway. `place` gives the client a
+range in which it may keep the bytes, and with `release` the client says whether it has kept them. From then on `find`
+leases the copy to the session for as long as its bytes are the newest ones of the slab. A leased range is given to no
+other slab; the end of the lease is the client's acknowledgement that its device was given all work on the range, so
+that later work on it comes after that.
 
 [Note: which copy gives way] The copy whose next use is farthest gives way first, and only to a copy that is used
 sooner: the order in which the host tier evicts. The bytes of frozen parameters have a next use in each step, and those
-of trained ones none behind the next update. So the former stay where both compete between two steps, and what is read
-again within a step (accumulation, or the backward after the forward) stays within it.
+of trained ones none behind the next update. So where both compete, copies of frozen parameters stay from one step to
+the next. Copies of trained parameters stay only within a step, where they are read again (by accumulation, or by the
+backward after the forward).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from storage.tiers.base import TierCounters, round_up
 from storage.tiers.free_runs import FreeRuns
 from storage.tiers.giving_way import giving_way
 
-# Allocators of devices align tensors to this, and kernels read whole vectors from such an address.
+# The alignment of device copies in bytes: the allocators of devices align tensors to it, and kernels read whole vectors
+# from such an address.
 ALIGN_BYTES = 512
 
 
@@ -38,12 +41,12 @@ class CopiedSlab(Protocol):
 
     @property
     def stamp(self) -> int:
-        """A number that changes whenever the newest bytes do."""
+        """A number that changes whenever the newest bytes of the slab change, so that a stale copy is recognized."""
         ...
 
     @property
     def deleted(self) -> bool:
-        """Whether there are no such bytes any more."""
+        """Whether the slab was deleted, so that its copies are of no use."""
         ...
 
 
@@ -66,7 +69,7 @@ class _Copy:
     """A slab's bytes in a range, or a range that a client is filling with them.
 
     Attributes:
-        stamp: the stamp of the bytes.
+        stamp: `CopiedSlab.stamp` as it was when the range was leased for the bytes.
         next_use: the trace position of the next use.
         is_filled: whether the client has copied the bytes.
         leases: the number of `find` and `place` calls without their `release`.
@@ -81,12 +84,12 @@ class _Copy:
 
     @property
     def offset(self) -> int:
-        """The first byte of the range."""
+        """The byte of the session's device memory at which the range begins."""
         return self.range_.offset
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that the copy takes of the memory."""
+        """The bytes of device memory that the copy takes."""
         return round_up(self.range_.nbytes, ALIGN_BYTES)
 
     @property
@@ -96,7 +99,7 @@ class _Copy:
 
 
 class DeviceMemory:
-    """The directory of the device memory of one session.
+    """The directory of the device memory of one session: it leases ranges and finds copies for the session's client.
 
     Attributes:
         label: the device and the client, for operators.
@@ -112,7 +115,8 @@ class DeviceMemory:
         self._generations = generations
         self._free = FreeRuns()
         self._copies: dict[CopiedSlab, _Copy] = {}
-        # Copies that must go when their last lease ends: they lie beyond the budget, or others have replaced them.
+        # Device copies whose ranges are freed when their last leases end: they lie beyond the budget, or their bytes
+        # are not the newest any more.
         self._leaving: list[_Copy] = []
 
     @property
@@ -122,7 +126,7 @@ class DeviceMemory:
 
     @property
     def is_within_budget(self) -> bool:
-        """Whether no range lies beyond the budget any more."""
+        """Whether all ranges lie within the budget. After `resize` this may have to wait for the ends of leases."""
         return all(copy.range_.end <= self.budget_bytes for copy in self._leaving)
 
     def resize(self, budget_bytes: int) -> None:
@@ -158,14 +162,14 @@ class DeviceMemory:
         return copy.range_
 
     def has(self, slab: CopiedSlab) -> bool:
-        """Return whether `find` would find a copy."""
+        """Return whether the session's device has a copy of the slab's newest bytes, which `find` would lease."""
         copy = self._copies.get(slab)
         return copy is not None and copy.is_filled and not copy.is_stale
 
     def place(self, slab: CopiedSlab, nbytes: int, next_use: float) -> DeviceRange | None:
         """Lease a range in which the client may keep a slab's newest bytes, which it is about to copy.
 
-        Return None if there is no room, and not enough of it would be left by copies that are needed later.
+        Return None if there is no room, even if all copies that are needed later were dropped.
         """
         if slab in self._copies or not nbytes:
             return None  # The client is copying the same bytes for another use already, or there are none.
@@ -183,7 +187,8 @@ class DeviceMemory:
         """End a lease of `find` or `place`.
 
         Args:
-            is_kept: of a range that `place` has given: whether the client has copied the bytes to it.
+            is_kept: for a range that `place` has given, whether the client has copied the bytes to it. If so, `find`
+                finds them from now on; if not, the range is freed.
         """
         copy = next(copy for copy in self._of(slab) if copy.range_ == range_)
         copy.leases -= 1
@@ -200,7 +205,7 @@ class DeviceMemory:
             self._free_range(copy)
 
     def _of(self, slab: CopiedSlab) -> Iterator[_Copy]:
-        """Yield the copy of a slab, and those that are leaving."""
+        """Yield the copy of a slab, and the slab's older copies whose leases have not ended yet."""
         if slab in self._copies:
             yield self._copies[slab]
         yield from (copy for copy in self._leaving if copy.slab is slab)
@@ -209,7 +214,7 @@ class DeviceMemory:
         return [*self._copies.values(), *self._leaving]
 
     def _drop(self, copy: _Copy) -> None:
-        """Forget a copy, and free its range as soon as the client does not use it."""
+        """Forget a copy, and free its range as soon as the client does not use the range."""
         del self._copies[copy.slab]
         if copy.leases:
             self._leaving.append(copy)
@@ -224,7 +229,10 @@ class DeviceMemory:
             self._free.add(start, min(end, self.budget_bytes))
 
     def _allocate(self, room: int, next_use: float) -> int | None:
-        """Return the offset of a free range, for which copies that are needed later than `next_use` are dropped."""
+        """Allocate a range of `room` bytes and return its offset; None if there is no room.
+
+        Copies that are needed later than `next_use` are dropped to make room.
+        """
         index = self._free.shortest_fit(room)
         if index is None:
             for copy in self._giving_way(room, next_use):
@@ -235,7 +243,7 @@ class DeviceMemory:
         return None if index is None else self._free.cut(index, room)
 
     def _giving_way(self, room: int, next_use: float) -> Sequence[_Copy]:
-        """Return the copies without which a range of this size is free; none if there is no such range."""
+        """Return the copies to drop so that a range of this size is free; none if dropping copies cannot free one."""
         idle = [copy for copy in self._copies.values() if not copy.leases]
         candidates = [copy for copy in idle if copy.is_stale or copy.next_use > next_use]
         candidates.sort(key=lambda copy: (copy.is_stale, copy.next_use), reverse=True)
@@ -243,7 +251,7 @@ class DeviceMemory:
 
 
 class GpuTier:
-    """The device memory of all sessions. It fulfils `Tier` in contract.py.
+    """The directories of the device memory of all sessions. It reports their sums as a `Tier` (see contract.py).
 
     Attributes:
         is_in_use: whether a session has offered device memory since the start of the daemon.
@@ -252,7 +260,7 @@ class GpuTier:
     name = TierName.GPU
     problems: Sequence[str] = ()
     bandwidth: float | None = None
-    # Nothing waits for room on this tier.
+    # No request waits for room on this tier, because `DeviceMemory.place` returns None instead.
     queue_depth = 0
 
     def __init__(self) -> None:
@@ -268,7 +276,7 @@ class GpuTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the copies in it, and of ranges that clients are filling."""
+        """Bytes of the copies in device memory, and of ranges that clients are filling with copies."""
         return sum(memory.used_bytes for memory in self._memories)
 
     @property
@@ -278,7 +286,7 @@ class GpuTier:
 
     @property
     def detail(self) -> str:
-        """The memory of each session."""
+        """A text with the used and the offered device memory of each session."""
         return "; ".join(
             f"{m.label}: {shown_size(m.used_bytes)} of {shown_size(m.budget_bytes)}" for m in self._memories
         )

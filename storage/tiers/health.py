@@ -18,12 +18,12 @@ from storage.base.errors import DeviceStuckError
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-# The number of checks within the time after which a device counts as stuck.
+# The devices are checked this many times within the time after which a device counts as stuck.
 LOOKS = 5
 
 
 class Device(Protocol):
-    """What a tier has to wait for: a disk, or another machine."""
+    """A device whose answers a tier has to wait for: a disk, or another machine. `DeviceWatch` checks it."""
 
     @property
     def device_name(self) -> str:
@@ -40,7 +40,7 @@ class DeviceWatch:
     """A task that periodically checks the oldest request of every device of an engine's tiers."""
 
     def __init__(self, stuck_after_seconds: float) -> None:
-        """Start the checks.
+        """Start to check the followed devices periodically.
 
         A device counts as stuck while its oldest request has taken at least `stuck_after_seconds`.
         """
@@ -48,7 +48,8 @@ class DeviceWatch:
         self._stuck_after_seconds = stuck_after_seconds
         # The devices that are stuck, and for how many seconds each.
         self._stuck: dict[Device, float] = {}
-        # Done while a device is stuck. The result is the text of the error: the devices, the times and the remedy.
+        # This future is done while a device is stuck. Its result is the text of the error: the devices, the times and
+        # the remedy.
         self._alarm: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._look_again_and_again())
 
@@ -58,7 +59,7 @@ class DeviceWatch:
         return self.problems_of(self._stuck)
 
     def problems_of(self, devices: Iterable[Device]) -> list[str]:
-        """Return one line for each of `devices` that is stuck."""
+        """Return one line of text for each of `devices` that is stuck: its name, and how long it has not answered."""
         return [
             f"{device.device_name}: the device has not answered for {self._stuck[device]:.1f} s"
             for device in devices
@@ -66,7 +67,7 @@ class DeviceWatch:
         ]
 
     def follow(self, devices: Sequence[Device]) -> None:
-        """Watch these devices, too."""
+        """Check, in addition to the present devices, these ones periodically for requests that take too long."""
         self._devices += devices
 
     def check(self) -> None:
@@ -93,8 +94,9 @@ class DeviceWatch:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
-            # The callback is added before the wait, because a second cancellation may end the wait: the client may
-            # disconnect while the call is being answered for its deadline.
+            # The function that releases the task's result is added as a callback before the wait, because a second
+            # cancellation may end the wait: the client may disconnect while the call is being answered for its
+            # deadline.
             task.add_done_callback(functools.partial(_end, release))
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             raise
@@ -106,7 +108,7 @@ class DeviceWatch:
         raise DeviceStuckError(alarm.result())
 
     async def close(self) -> None:
-        """Stop the checks."""
+        """Stop the task that checks the devices."""
         self._task.cancel()
         await asyncio.wait([self._task])
 

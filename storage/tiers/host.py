@@ -24,13 +24,14 @@ from storage.base.waiting import Alarm
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.base import BusyClock, TierCounters, round_up
 
-# A range is cleared in pieces of this size, each of which takes less than a tenth of a millisecond.
+# Zeros with which a range of the arena is cleared in pieces of this size. One piece takes less than a tenth of a
+# millisecond.
 _ZEROS = memoryview(bytes(256 << 10))
 
 
 @dataclass(slots=True)
 class _RangeWaiter:
-    """A request for a range that waits for room."""
+    """A call of `HostTier.allocate` that waits until there is room for its range."""
 
     nbytes: int
     from_top: bool
@@ -62,7 +63,10 @@ class RoomMaker(Protocol):
 
 
 class HostTier:
-    """Shared memory that clients on this node map."""
+    """Allocates ranges of the arena, the shared memory that clients on this node map.
+
+    An allocation that finds no room takes back lent memory, evicts copies, or waits in turn.
+    """
 
     name = TierName.HOST
     problems: Sequence[str] = ()
@@ -93,20 +97,21 @@ class HostTier:
         """
         self.arena = Arena(budget_bytes, slots=slots, path=arena_file, huge_pages=huge_pages, lock_memory=lock_memory)
         self.counters = TierCounters()
-        # The time in which at least one request waited for room.
+        # A clock that measures the time in which at least one request for room waited.
         self.waiting = BusyClock()
         self._admission_timeout_seconds = admission_timeout_seconds
         self._room_maker = room_maker
         self._take_back = take_back
         self._on_room: list[Callable[[], None]] = []
         self._on_shortage: list[Callable[[], None]] = []
-        # For each queue behind all allocations, a function that returns when each of its requests came.
+        # For each queue of requests that are served after all allocations, a function that returns the times at which
+        # the requests came.
         self._queues_behind: list[Callable[[], Iterable[float]]] = []
         self._waiters: deque[_RangeWaiter] = deque()
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of the arena."""
+        """The bytes of the whole arena, with its header."""
         return self.arena.size_bytes
 
     @property
@@ -116,12 +121,12 @@ class HostTier:
 
     @property
     def queue_depth(self) -> int:
-        """The number of requests that wait for room."""
+        """The number of requests that wait for room, also those in the queues of `add_queue_behind`."""
         return sum(1 for _ in self._waiting_since())
 
     @property
     def wanted_bytes(self) -> int:
-        """The bytes for which allocations wait."""
+        """The bytes of all ranges that allocations wait for."""
         return sum(round_up(waiter.nbytes) for waiter in self._waiters)
 
     @property
@@ -152,7 +157,7 @@ class HostTier:
         self._on_room.append(callback)
 
     def when_room_is_short(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a request begins to wait, so that other bytes can leave the arena."""
+        """Call `callback` whenever a request begins to wait for room, so that the callback can free other ranges."""
         self._on_shortage.append(callback)
 
     def announce_shortage(self) -> None:
@@ -161,7 +166,7 @@ class HostTier:
             callback()
 
     def add_queue_behind(self, waiting_since: Callable[[], Iterable[float]]) -> None:
-        """Take note of a queue of requests that are served when no allocation waits.
+        """Register a queue of requests that its owner serves only when no allocation waits here.
 
         Args:
             waiting_since: returns for each request in the queue the time, on the loop's clock, at which it came.
@@ -169,14 +174,14 @@ class HostTier:
         self._queues_behind.append(waiting_since)
 
     def _waiting_since(self) -> Iterator[float]:
-        """Yield the time at which each request came that waits now, in a queue behind as well."""
+        """Yield the time at which each waiting request came, also those in the queues of `add_queue_behind`."""
         yield from (waiter.since for waiter in self._waiters)
         for waiting_since in self._queues_behind:
             yield from waiting_since()
 
     @property
     def is_short(self) -> bool:
-        """Whether an allocation waits for room, or a request behind all allocations."""
+        """Whether a request waits for room: an allocation, or a request in a queue of `add_queue_behind`."""
         return any(True for _ in self._waiting_since())
 
     def deadline(self) -> float:
@@ -187,7 +192,7 @@ class HostTier:
         """Wait in turn until a range is free, and return it. Copies are evicted to make room.
 
         Args:
-            from_top: take the range from the top of the arena.
+            from_top: take the range from the top of the arena, where gradients are; see `Arena.allocate`.
             until: the deadline. A request that takes several ranges passes the result of `deadline` from its beginning.
                 None: the deadline of a request that begins now.
 
@@ -219,7 +224,7 @@ class HostTier:
             deadline.cancel()
 
     def try_allocate(self, nbytes: int, later_than: float | None, *, from_top: bool = False) -> ArenaRange | None:
-        """Return a range without waiting, or None. Tasks that wait in `allocate` go first.
+        """Return a range without waiting; None if there is no room, or if tasks wait in `allocate`, which go first.
 
         Only copies whose next use comes after position `later_than` are evicted, or any copies if it is None.
         """
@@ -228,9 +233,9 @@ class HostTier:
         return self._allocate(nbytes, from_top=from_top, later_than=later_than)
 
     def allocate_free(self, nbytes: int, *, from_top: bool = True, takes_back: bool = False) -> ArenaRange | None:
-        """Return a range of the room that no request waits for, from its top or bottom, or None.
+        """Return a range from the top or bottom of free room; None if there is none, or if a request waits.
 
-        It neither waits nor evicts any copy. With `takes_back`, lent memory counts as free.
+        This neither waits nor evicts any copy. With `takes_back`, lent memory counts as free.
         """
         if self.is_short:
             return None
@@ -243,7 +248,7 @@ class HostTier:
         return range_
 
     def free(self, range_: ArenaRange) -> None:
-        """Free a range, and serve the allocations that wait for room."""
+        """Free a range, and grant the allocations that wait for room, in their order, as far as there is room now."""
         self._free(range_)
         self.room_made()
 
@@ -255,7 +260,7 @@ class HostTier:
             self.room_made()
 
     def room_made(self) -> None:
-        """Serve the allocations that wait. The host cache calls this when a copy can be evicted from now on."""
+        """Grant waiting allocations their ranges. The host cache calls this when it has made a copy evictable."""
         self._serve()
         for callback in self._on_room:
             callback()
@@ -271,7 +276,7 @@ class HostTier:
         return torch.frombuffer(view, dtype=dtype.torch)
 
     async def clear(self, range_: ArenaRange) -> None:
-        """Fill a range with zeros, in slices."""
+        """Fill a range with zeros. The event loop runs other tasks between pieces of a large range."""
         view = self.arena.view(range_)
         async for start in in_slices(range(0, len(view), len(_ZEROS))):
             piece = view[start : start + len(_ZEROS)]
@@ -288,7 +293,7 @@ class HostTier:
         self.counters.bytes_written += len(buffer)
 
     async def close(self) -> None:
-        """Close the arena."""
+        """Close the arena, which frees its memory."""
         self.arena.close()
 
     def _allocate(self, nbytes: int, *, from_top: bool, later_than: float | None) -> ArenaRange | None:
@@ -299,7 +304,7 @@ class HostTier:
             if (evicted := self._room_maker.evict(later_than)) is None:
                 return None
             self.counters.demotions += 1
-            # `HostTier.free` would serve the tasks that wait before this request.
+            # `_free` is called here and not `HostTier.free`, which would give this room to the tasks that wait.
             self._free(evicted)
         self.counters.moved_bytes += range_.nbytes
         return range_
@@ -309,9 +314,10 @@ class HostTier:
         self.arena.free(range_)
 
     def _refuse(self, waiter: _RangeWaiter) -> None:
-        """Fail a request whose deadline has passed."""
+        """Make the allocation of a request whose deadline has passed raise BudgetExceededError."""
         if waiter.granted.done():
-            # The request was granted or cancelled at the same moment, and its task has not run since then.
+            # The request for room was granted or cancelled in the moment of its deadline, and its task has not run
+            # since then. So it is not refused.
             return
         waiter.granted.set_exception(
             BudgetExceededError(
@@ -324,16 +330,17 @@ class HostTier:
         self._leave(waiter)
 
     def _leave(self, waiter: _RangeWaiter) -> None:
-        """Remove a request from the queue, and serve those behind it."""
+        """Remove a request from the queue, and grant the requests behind it for which there is room."""
         self._waiters.remove(waiter)
         self.room_made()
 
     def _serve(self) -> None:
-        """Grant the requests at the head of the queue for which there is room."""
+        """Grant the first requests of the queue their ranges, as far as there is room; the others go on waiting."""
         while self._waiters:
             waiter = self._waiters[0]
             if waiter.granted.cancelled():
-                # The request was cancelled, and its task has not run since then to remove it.
+                # The request for room was cancelled, and its task has not run since then to remove it from the queue,
+                # so it is removed here.
                 self._waiters.popleft()
                 continue
             range_ = self._allocate(waiter.nbytes, from_top=waiter.from_top, later_than=None)

@@ -16,26 +16,26 @@ from typing import Protocol
 class Priority(enum.IntEnum):
     """The priority of a request. Requests with lower values are served first."""
 
-    # A client waits for the bytes.
+    # The priority of reads and writes for which a client waits.
     DEMAND = 0
-    # A client will need the bytes soon.
+    # The priority of reads of bytes that a client will need soon. They wait behind those for which a client waits now.
     PREFETCH = 1
-    # The optimizer's update of a group reads or writes its states.
+    # The priority of the reads and writes of an optimizer update.
     UPDATE = 2
-    # Background verification reads.
+    # The priority of the scrubber's reads, which verify bytes in the background and so come last.
     SCRUB = 3
 
 
 @dataclass(slots=True, eq=False)
 class IoRequest:
-    """The move of a buffer from or to the file.
+    """One request of a caller: read bytes of the file into a buffer, or write a buffer to the file.
 
     Attributes:
         offset: the byte of the file at which the move begins.
         buffer: whole, page-aligned pages of host memory.
         check: a function that is called on some thread of the I/O engine. After a read it raises DataLossError if the
             bytes are wrong; they are then read and checked once more, and only a second error is raised. Before a write
-            it records the bytes' checksums. None: no check.
+            it records the bytes' checksums. None if nothing is to be checked or recorded.
     """
 
     offset: int
@@ -45,7 +45,7 @@ class IoRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoLoad:
-    """The work of an I/O engine.
+    """The counters of one I/O engine: requests and bytes at this moment, and sums since the start.
 
     Attributes:
         queued: the number of requests that wait or are under way.
@@ -95,7 +95,7 @@ class IoEngine(Protocol):
 
     @property
     def load(self) -> IoLoad:
-        """The present and past work of the engine."""
+        """The engine's counters at this moment."""
         ...
 
     async def close(self) -> None:

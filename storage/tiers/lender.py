@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-# The most bytes that one call of `BorrowedMemory.keep` sends, and that one span of `BorrowedMemory.read` has.
+# A borrower cuts its transfers into spans of this many bytes: one call of `BorrowedMemory.keep` sends one, and each
+# span of `BorrowedMemory.read` is at most as long.
 SPAN_BYTES = 1 << 20
 
 
@@ -21,20 +22,20 @@ class LenderError(Exception):
 class BorrowedMemory(Protocol):
     """The memory of one lender, from the grant of the loan to its end. All methods are called on the event loop.
 
-    A call that raises LenderError says that the loan is over. Whatever was kept in it is gone.
+    A call that raises LenderError says that the loan is over. All bytes that were kept in the loan are gone.
     """
 
     async def read(self, spans: Sequence[tuple[int, memoryview]]) -> Sequence[bool]:
         """Fill each buffer with the bytes from its address on, and return for each whether the lender has them.
 
-        A lender that has no room for an answer at the moment answers as if it had taken the bytes back.
+        If the lender cannot buffer an answer at the moment, it answers that it does not have the bytes.
 
         A buffer is not touched any more when this has returned, raised or was cancelled.
         """
         ...
 
     def keep(self, first_byte: int, data: memoryview) -> asyncio.Future[bool]:
-        """Send bytes, which are copied before this returns, and return whether the lender had room for them."""
+        """Send bytes, which are copied before this returns. The future's result is whether the lender had room."""
         ...
 
     def discard(self, first_byte: int, nbytes: int) -> None:
@@ -47,7 +48,7 @@ class BorrowedMemory(Protocol):
 
 
 class Lender(Protocol):
-    """A daemon that may lend memory."""
+    """A daemon from which the remote tier borrows memory with `borrow`, once or again after a loan has ended."""
 
     @property
     def address(self) -> str:
@@ -69,5 +70,5 @@ class Lender(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the loan, and release the connection."""
+        """End the loan, if there is one, and close the connection to the lender."""
         ...

@@ -5,8 +5,8 @@ the host tier takes lent ranges back before it evicts any copy of its own. It mu
 borrower did not write, so a range is zeroed when it becomes part of a loan.
 
 A loan is a sparse address space. Its memory is taken in segments when the borrower first writes to them, and only from
-free room. So a loan that is granted and not used takes nothing. A segment that was taken back and comes again, because
-the borrower writes to a part of it, has only the pages that were written since.
+free room. So a loan that is granted and not used takes no memory. If the borrower writes to a part of a segment that
+was taken back, the segment gets memory again, and has only the pages that were written since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.tiers.host import HostTier
 
 # The unit in which the arena's memory becomes part of a loan, and in which it is taken back.
 SEGMENT_BYTES = 1 << 20
-# The most loans at once. Each has a stream of its own, and a few hundred bytes.
+# The most loans that a daemon gives at once. Each loan has a gRPC stream of its own, and takes a few hundred bytes.
 MAX_LOANS = 256
 
 _ZEROS = bytes(SEGMENT_BYTES)
@@ -31,7 +31,7 @@ _ZEROS = bytes(SEGMENT_BYTES)
 
 @dataclass(slots=True)
 class _Segment:
-    """The memory of a segment. Bit N of `pages` is set if the borrower has written to page N of it."""
+    """The arena memory of one loan segment. Bit N of `pages` is set if the borrower has written to page N of it."""
 
     range_: ArenaRange
     pages: int = 0
@@ -44,7 +44,7 @@ class Loan:
         borrower, identity, peer: the borrower's name for people, the identity to which the limit of one borrower
             applies, and the borrower's address.
         wanted_bytes: the bytes that the borrower has asked for.
-        size_bytes: the bytes [0, size_bytes) may be kept.
+        size_bytes: the borrower may keep bytes only in [0, size_bytes) of the loan.
         changed: set when `size_bytes` has changed, or when the lender ends the loan.
         is_ended: whether the loan has no memory any more, and gets none.
         bytes_read, bytes_written, taken_back_bytes: counters, for operators.
@@ -66,12 +66,12 @@ class Loan:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the arena that the loan has."""
+        """The bytes of the arena that the segments of the loan take."""
         return len(self._segments) * SEGMENT_BYTES
 
     @property
     def ranges(self) -> Iterable[ArenaRange]:
-        """The ranges of the arena that the loan has."""
+        """The ranges of the arena that the segments of the loan take."""
         return (segment.range_ for segment in self._segments.values())
 
     def keep(self, first_byte: int, data: memoryview) -> bool:
@@ -82,7 +82,8 @@ class Loan:
         """
         self._check(first_byte, len(data))
         parts = list(_parts(first_byte, len(data)))
-        # A chunk lies in two segments at most, and the loan may have hundreds of thousands.
+        # New segments of the loan are looked for only among the chunk's parts, which are at most two, because the loan
+        # may have hundreds of thousands of segments.
         new = [part[0] for part in parts if part[0] not in self._segments]
         if first_byte + len(data) > self.size_bytes or not all(self._memory.provide(self, part[0]) for part in parts):
             self._memory.release([(self, segment) for segment in new if segment in self._segments])
@@ -131,7 +132,10 @@ class Loan:
 
 
 class LentSegments:
-    """The segments of all loans of a store, in the order in which they were taken from the arena."""
+    """The segments of all loans of a store that have memory, in the order in which it was taken from the arena.
+
+    The host tier takes memory back through this class when the store's own jobs need it.
+    """
 
     def __init__(self) -> None:
         self.taken: dict[tuple[Loan, int], None] = {}
@@ -149,7 +153,7 @@ class LentSegments:
 
 
 class LentMemory:
-    """All loans of a store, within one budget."""
+    """Grants loans to other daemons, gives them free memory of the arena within one budget, and ends them."""
 
     def __init__(
         self, host: HostTier, segments: LentSegments, budget_bytes: int = 0, per_borrower_bytes: int | None = None
@@ -160,7 +164,8 @@ class LentMemory:
             host: the host tier, which takes the segments back that it needs.
             segments: the segments of the loans.
             budget_bytes: the most bytes of all loans.
-            per_borrower_bytes: the most bytes of all loans of one identity together; None: no limit but the budget.
+            per_borrower_bytes: the most bytes of all loans of one identity together; None if only the budget limits
+                them.
         """
         self.host = host
         self.budget_bytes = budget_bytes
@@ -170,7 +175,7 @@ class LentMemory:
 
     @property
     def loans(self) -> Sequence[Loan]:
-        """The loans, oldest first."""
+        """The loans that have not ended, oldest first."""
         return tuple(self._loans)
 
     @property
@@ -204,7 +209,8 @@ class LentMemory:
         self._set_sizes()
         used_bytes, used_by = 0, Counter[str]()
         excess = []
-        # The segments that were taken first stay, and within each limit the newest ones are taken back.
+        # The lender takes back the loan segments that exceed the new limits, the newest ones first. The walk is in the
+        # order in which the segments got memory, so the oldest ones stay.
         for loan, segment in self._taken:
             if (
                 (segment + 1) * SEGMENT_BYTES > loan.size_bytes
@@ -219,7 +225,11 @@ class LentMemory:
         self.release(excess)
 
     def provide(self, loan: Loan, segment: int) -> bool:
-        """Return whether a loan has the memory of a segment, which is taken from free room if it is not there yet."""
+        """Give a segment of a loan memory, if it has none yet and free memory and the limits allow it.
+
+        Returns:
+            Whether the segment has memory now.
+        """
         if segment in loan._segments:
             return True
         of_borrower = sum(other.used_bytes for other in self._loans if other.identity == loan.identity)
@@ -240,7 +250,8 @@ class LentMemory:
     def release(self, segments: Iterable[tuple[Loan, int]]) -> None:
         """Free the memory of segments of loans.
 
-        All of them leave their loans first, because a request that is given the room may take back others.
+        All segments leave their loans before the first one is freed, because a waiting request that gets the room may
+        take back further segments.
         """
         freed = []
         for loan, segment in segments:
@@ -259,17 +270,17 @@ class LentMemory:
         loan.changed.set()
 
     def close(self) -> None:
-        """End all loans."""
+        """End all loans, because the store closes."""
         for loan in self.loans:
             self.end(loan)
 
     @property
     def _borrower_limit_bytes(self) -> int:
-        """The most bytes of all loans of one identity together."""
+        """The most bytes that all loans of one identity may take together."""
         return self.budget_bytes if self._per_borrower_bytes is None else self._per_borrower_bytes
 
     def _set_sizes(self) -> None:
-        """Tell each loan how many bytes of it may be kept within the present limits."""
+        """Set the size of each loan, in whole segments, to what the present limits allow."""
         for loan in self._loans:
             size = min(loan.wanted_bytes, self._borrower_limit_bytes, self.budget_bytes)
             size -= size % SEGMENT_BYTES
@@ -279,7 +290,7 @@ class LentMemory:
 
 
 def _pages(start: int, end: int) -> int:
-    """Return the bits of the pages of a segment in which bytes `[start, end)` of it lie."""
+    """Return a mask of a segment's pages: the bits of the pages with bytes `[start, end)` of the segment are set."""
     first, last = start // PAGE_BYTES, -(-end // PAGE_BYTES)
     return (1 << last) - (1 << first)
 

@@ -1,11 +1,12 @@
 """The directory of one loan: which bytes of which versions lie where in the memory of one lender.
 
-This module owns the accounts of the borrower. It must never touch a byte, nor call a lender.
+This module owns the borrower's record of a loan. It must never touch a byte of the loan, nor call a lender.
 
-[Note: one room for the versions of a slab] An update writes the new version of a slab into the room of the old one,
-tile by tile, right after it has read the same tile of the old version. So a slab takes its size once, although two of
-its versions are alive until the step is committed. Each checksum block of the room has an owner: the version whose
-bytes it has. What a version does not own any more is read from NVMe, for example after a roll-back.
+[Note: one room for the versions of a slab] The room of a slab is the range of the loan that has the copies of the
+slab's versions. An update writes the new version of a slab into the room of the old one, tile by tile, right after it
+has read the same tile of the old version. So a slab takes its size once, although two of its versions are alive until
+the step is committed. Each checksum block of the room has an owner: the version whose bytes it has. Blocks that a
+version does not own any more are read from NVMe, for example after a roll-back.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from storage.tiers.contract import Region
 from storage.tiers.free_runs import FreeRuns
 from storage.tiers.giving_way import giving_way
 
-# Owners are numbered from 1 to this, and then from 1 again. A block without an owner has 0.
+# Each block of a loan has the number of the version that owns it. The versions of a slab are numbered from 1 to this,
+# and then from 1 again. A block without an owner has 0.
 _MOST_OWNERS = 255
 
 
 @dataclass(slots=True, eq=False)
 class RemoteCopy:
-    """The room of a slab in a loan.
+    """The range of a loan that has the copies of one slab's versions, and the version that owns each of its blocks.
 
     Attributes:
-        offset, room_bytes: where the room is.
+        offset, room_bytes: the first byte of the range in the loan, and its length.
         next_use: the trace position at which the bytes are needed next.
         newest: the number of the version that was begun last.
-        is_dropped: whether the room may be another slab's by now.
+        is_dropped: whether the range was freed, so that it may be another slab's by now.
     """
 
     offset: int
@@ -40,16 +42,17 @@ class RemoteCopy:
     is_dropped: bool = False
     _number_of: dict[Region, int] = field(default_factory=dict)
     _owners: bytearray = field(default_factory=bytearray)
-    # The seals of all blocks, as `BlockMacs` makes them. Those of a block without an owner mean nothing.
+    # A nonce and a MAC for each checksum block of the range, as `BlockMacs.seal` makes them. The MAC of a block that
+    # no version owns is not valid, so such a block is never read from the lender.
     _seals: bytearray = field(default_factory=bytearray)
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The versions that may own blocks."""
+        """The versions that may own blocks of the range: those that were begun and not forgotten."""
         return tuple(self._number_of)
 
     def begin(self, region: Region) -> None:
-        """Begin a version, which owns no block yet."""
+        """Register a version as the newest one of the slab, before its bytes are sent. It owns no block yet."""
         self.newest = self.newest % _MOST_OWNERS + 1
         self._number_of[region] = self.newest
 
@@ -58,7 +61,7 @@ class RemoteCopy:
         return self._number_of.get(region) == self.newest
 
     def forget(self, region: Region) -> None:
-        """Take all blocks away from a version."""
+        """Leave the blocks that a version owns without an owner, so that reads of the version go to NVMe."""
         number = self._number_of.pop(region, None)
         if number is not None:
             self._owners = self._owners.replace(bytes((number,)), b"\0")
@@ -70,33 +73,35 @@ class RemoteCopy:
         return number is not None and self._owners.count(number, first, end) == end - first
 
     def take(self, offset: int, nbytes: int) -> None:
-        """Take whole blocks away from all versions, because other bytes are about to be written there."""
+        """Leave whole blocks without an owner, because other bytes are about to be written to them."""
         first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
         self._owners[first:end] = bytes(end - first)
 
     def put_seals(self, offset: int, seals: bytes) -> None:
-        """Keep the seals of whole blocks from byte `offset` on, whose bytes are about to be written there."""
+        """Keep the nonces and MACs (`BlockMacs.seal`) of whole blocks from byte `offset` on, which will be sent."""
         start = offset // BLOCK_BYTES * SEAL_BYTES
         self._seals[start : start + len(seals)] = seals
 
     def seals_of(self, offset: int, nbytes: int) -> memoryview:
-        """Return the seals of whole blocks."""
+        """Return the nonces and MACs of the whole blocks that have bytes `[offset, offset + nbytes)` of the range."""
         first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
         return memoryview(self._seals[first * SEAL_BYTES : end * SEAL_BYTES])
 
     def give(self, number: int, offset: int, nbytes: int) -> None:
-        """Give whole blocks to the version of a number, unless another one has been begun since."""
+        """Make the version with this number the owner of whole blocks, unless a newer version has begun meanwhile."""
         first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
         if number == self.newest:
             self._owners[first:end] = bytes((number,)) * (end - first)
 
 
 class LoanDirectory:
-    """The rooms in one loan.
+    """The directory of one loan: it allocates a range of the loan to each slab whose bytes the lender keeps.
+
+    The remote tier has one for each lender.
 
     Attributes:
         size_bytes: the size of the loan.
-        used_bytes: the bytes of all rooms.
+        used_bytes: the bytes of all allocated ranges.
     """
 
     def __init__(self) -> None:
@@ -107,11 +112,11 @@ class LoanDirectory:
 
     @property
     def copies(self) -> tuple[RemoteCopy, ...]:
-        """The rooms."""
+        """The ranges of all slabs that have one in the loan."""
         return tuple(self._copies)
 
     def resize(self, size_bytes: int) -> list[RemoteCopy]:
-        """Set the size of the loan, and drop and return the copies beyond it."""
+        """Set the size of the loan. Drop the copies that do not lie within the new size, and return them."""
         dropped = [copy for copy in self._copies if copy.offset + copy.room_bytes > size_bytes]
         for copy in dropped:
             self.drop(copy)
@@ -127,10 +132,11 @@ class LoanDirectory:
         return dropped
 
     def place(self, nbytes: int, next_use: float) -> tuple[RemoteCopy | None, list[RemoteCopy]]:
-        """Return a new room, or None if there is none, and the copies that were dropped for it.
+        """Allocate a range for a slab. Return it, or None if there is no room, and the copies that were dropped for it.
 
-        Only copies whose next use is farther away give way. Copies without a next use, such as optimizer states, which
-        each update needs once, do not give way to each other: the same ones stay, so each step finds them.
+        Copies are dropped only if their next use is farther away than `next_use`. Copies without a next use, such as
+        optimizer states, which each update needs once, do not give way to each other: the same ones stay, so each step
+        finds them.
         """
         if not nbytes:
             return None, []
@@ -153,7 +159,7 @@ class LoanDirectory:
         return copy, dropped
 
     def drop(self, copy: RemoteCopy) -> None:
-        """Forget a copy, and free its room."""
+        """Forget the copy of a slab, and free its range of the loan."""
         copy.is_dropped = True
         del self._copies[copy]
         self.used_bytes -= copy.room_bytes

@@ -38,7 +38,7 @@ REQUEST_BYTES = 4 << 20
 
 @dataclass(slots=True, eq=False)
 class NvmeRegion:
-    """Bytes of a version in extents, in order, with their checksums and their state."""
+    """The region of one version: the extents that have its bytes, in order, their checksums, and its holders."""
 
     tier: NvmeTier
     extents: tuple[Extent, ...]
@@ -46,16 +46,17 @@ class NvmeRegion:
     # The number of holders: the slab, readers and moves under way. When the last one calls `free`, the extents are
     # freed.
     holders: int = 1
-    # The number of writes under way, and of all writes that have begun.
+    # The number of writes to the region that are under way, and of all that have begun. A sync compares them to find
+    # the regions that it has covered.
     writers: int = 0
     writes: int = 0
-    # True if a sync after a write to the region failed. Its bytes may or may not be on the device, and no later sync
-    # can tell.
+    # True if a sync after a write to the region failed. The region's bytes may or may not be on the device, and no
+    # later sync can tell.
     doubtful: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the extents, in whole pages."""
+        """The size of the region in bytes: the sum of its extents, in whole pages."""
         return sum(extent.nbytes for extent in self.extents)
 
     @property
@@ -68,7 +69,7 @@ class NvmeRegion:
 
     @property
     def label(self) -> str:
-        """The name of the version."""
+        """The name of the version that the region holds, as `Slab.label` gives it."""
         return self.checksums.label
 
     def verify(self, offset: int, buffer: memoryview) -> None:
@@ -84,7 +85,7 @@ OnDamage = Callable[[DamagedBlockError, Sequence[Extent]], None]
 
 
 class NvmeTier:
-    """Data files under one common budget."""
+    """The durable tier of an engine: it keeps versions as extents of its data files, under one common budget."""
 
     name = TierName.NVME
     is_durable = True
@@ -99,14 +100,15 @@ class NvmeTier:
         on_damage: OnDamage,
         on_freed: Callable[[NvmeRegion], None] | None,
     ) -> None:
-        """Take over the files.
+        """Take over the data files, which `close` closes.
 
         Args:
             bad: extents that were found damaged, and are never used again.
-            on_damage: adds to the error of a damaged block the names of the parameters whose bytes it had, and stores
-                the extents that are never to be used again for the next start.
-            on_freed: called with each region whose last holder releases it, before its extents are free; None: no
-                other tier has copies.
+            on_damage: called with the error of a damaged block and the block's extents. It adds to the error the names
+                of the parameters in the block, and records the extents, so that a restarted daemon does not use them
+                either.
+            on_freed: called with each region whose last holder releases it, before its extents are free; None if
+                no other tier has copies.
 
         Raises:
             BudgetExceededError: committed versions alone exceed the budget.
@@ -132,12 +134,12 @@ class NvmeTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated extents."""
+        """The bytes of all data files that are in allocated extents."""
         return sum(file.used_bytes for file in self.files)
 
     @property
     def bad_bytes(self) -> int:
-        """Bytes that were found damaged and are never used again."""
+        """The bytes of all data files that were found damaged and are never used again."""
         return sum(extent.nbytes for extent in self.bad)
 
     @property
@@ -147,12 +149,12 @@ class NvmeTier:
 
     @property
     def queue_depth(self) -> int:
-        """The number of requests that wait or run."""
+        """The number of read and write requests of all data files that wait or run."""
         return sum(file.io.load.queued for file in self.files)
 
     @property
     def bandwidth(self) -> float:
-        """The measured bytes per second of all devices that were measured."""
+        """The sum of the measured speeds of the devices, in bytes per second; 0 if none was measured."""
         return sum(file.bandwidth or 0.0 for file in self.files)
 
     @property
@@ -171,7 +173,7 @@ class NvmeTier:
 
     @property
     def detail(self) -> str:
-        """A description of the files and of how they are accessed."""
+        """A text for operators that describes the data files, and whether their I/O bypasses the page cache."""
         return "; ".join(
             f"{file.path} ({'O_DIRECT' if file.direct else 'buffered: no O_DIRECT on this file system'})"
             for file in self.files
@@ -202,7 +204,7 @@ class NvmeTier:
             self.reserve(nbytes)
             extents = self._place(nbytes)
         if extents is None:
-            # There are enough free bytes, but in pieces that are too small.
+            # The files have enough free bytes, but in pieces that are too small for the region, so the files grow.
             self._grow(round_up(nbytes))
             extents = self._place(nbytes)
             assert extents is not None
@@ -304,8 +306,8 @@ class NvmeTier:
     def _place_piece(self, nbytes: int, extents: list[Extent]) -> bool:
         """Add extents for `nbytes` to `extents`, and return whether there was room for them.
 
-        They are of the file that has the fewest bytes for its speed, of those with room or that can grow. If no file
-        has room for all of them, and all files together have, they are of several files.
+        They are in the file with the fewest bytes in proportion to its speed, among the files that have room or can
+        grow. If only several files together have room, they are in several files.
         """
         for file in sorted(self.files, key=lambda file: file.used_bytes / self._speed(file)):
             placed = file.allocate(nbytes)
@@ -318,7 +320,8 @@ class NvmeTier:
                 return True
         if sum(file.usable_bytes for file in self.files) < nbytes:
             return False
-        # A file has at least one whole unit of SPLIT_BYTES then, so this ends.
+        # The bytes that no single file has room for are halved, and each half is placed. This ends, because at least
+        # one file has a whole unit of SPLIT_BYTES free.
         half = round_up(nbytes // 2, SPLIT_BYTES)
         return self._place_piece(half, extents) and self._place_piece(nbytes - half, extents)
 
@@ -355,7 +358,7 @@ class NvmeTier:
                 f"at least {least_size(self.budget_bytes + missing - room)}, or delete jobs "
                 "(`paramserver-admin delete-job`)"
             )
-        # Leave each file its part of the rest of the budget.
+        # Grow by no more than this file's share of the rest of the budget, so that the other files can grow, too.
         fair = room // len(self.files) // PAGE_BYTES * PAGE_BYTES
         wanted = max(missing, min(round_up(missing, GROWTH_BYTES), fair))
         try:
@@ -410,8 +413,9 @@ class NvmeTier:
                     await self._verify(move, priority)
             self.counters.bytes_read += sum(len(move.buffer) for move in moves)
         except DamagedBlockError as error:
-            # The pages are set aside while the read holds the region. If its other holders have freed it meanwhile, the
-            # end of the read would otherwise free the pages for other versions.
+            # The damaged pages are set aside, so that no version gets them again, while the read still holds the
+            # region. If the other holders have released the region meanwhile, the end of the read frees it, and the
+            # damaged pages would then be used again.
             self._set_aside(error, next(t.region for t in moves if t.region.checksums.label == error.label))
             raise
         finally:
@@ -424,7 +428,8 @@ class NvmeTier:
         try:
             await asyncio.to_thread(verify)
         except DamagedBlockError:
-            # The bytes may have gone wrong on their way and not on the disk, so read once more.
+            # The bytes do not match their checksums, but may have gone wrong on their way and not on the disk, so they
+            # are read once more.
             await self._move([move], priority, write=False, checked=False)
             await asyncio.to_thread(verify)
 
@@ -464,7 +469,8 @@ class NvmeTier:
             DeviceError: a device may have lost bytes that were written since the last sync. Their regions become
                 doubtful; see `NvmeRegion`.
         """
-        # The sync does not cover what is written while it runs, also to a region that was written before.
+        # The sync does not cover bytes that are written while it runs, even if their region was written before, too. So
+        # only regions without writes during the sync count as synced.
         covered = {region: region.writes for region in self._unsynced if not region.writers}
         try:
             await finish_all([asyncio.ensure_future(file.io.sync()) for file in self.files])
@@ -477,7 +483,7 @@ class NvmeTier:
             file.sample()
 
     async def close(self) -> None:
-        """Finish all requests and close the files."""
+        """Finish all requests and close the data files."""
         for file in self.files:
             await file.close()
 
@@ -501,7 +507,8 @@ class NvmeTier:
             await finish_all([asyncio.ensure_future(call) for call in calls])
 
     def _span(self, activity: Activity, moves: Sequence[Move[NvmeRegion]]) -> AbstractContextManager[None]:
-        # Moves that are made together belong to one group, so the first label stands for all.
+        # Reads or writes that are made together belong to one group, so the traced span gets the label of the first
+        # one.
         label = moves[0].region.checksums.label if moves else ""
         return self._tracer.span(activity, label, sum(len(move.buffer) for move in moves))
 

@@ -5,9 +5,10 @@ place of any byte: every copy is of a version whose region on NVMe is complete o
 lender may take its memory back, answer wrongly, or die at any moment; the bytes then come from NVMe.
 
 [Note: when a lender is used] A lender is on trial until both speeds are known: that of reads from it and that of reads
-from NVMe, each as bytes over the time in which at least one read was under way, of the last RATE_BYTES. Afterwards it
-is used while it is the faster one. Every PROBE_EVERY-th read goes to NVMe all the same, so that this figure stays
-fresh. A lender that is slower gets nothing more, and is tried again after `retry_seconds`.
+from NVMe, each as bytes over the time in which at least one read was under way, of the last RATE_BYTES. Afterwards the
+lender is used while reads from it are faster. Every PROBE_EVERY-th read goes to NVMe nevertheless, so that the measured
+speed of NVMe stays up to date. A lender that is slower than NVMe gets no more bytes, and is tried again after
+`retry_seconds`.
 
 [Note: a push waits little] An update writes a tile to NVMe and sends it to the lender at the same time. If NVMe is done
 first, the update waits for the rest of the push only as long as the next read of these bytes will save (`patience`).
@@ -37,12 +38,13 @@ from storage.tiers.source import MOST_SPANS_SENT, LenderInfo, LenderState, Rate,
 log = logging.getLogger(__name__)
 
 PROBE_EVERY = 64
-# The bytes for which a read may take `timeout_seconds`. A read behind many others may take as many times as long.
+# A read from a lender may take `timeout_seconds` for each such number of bytes, or part of it, that this store is
+# reading from the lender at the time.
 TIMEOUT_BYTES = 16 << 20
 
 
 class RemoteRead(NamedTuple):
-    """A read that a lender can make: the lender, and its copy of the bytes."""
+    """A move from a region that a lender can fill instead of NVMe: the lender, and its copy of the bytes."""
 
     move: Move[Region]
     source: Source
@@ -50,10 +52,14 @@ class RemoteRead(NamedTuple):
 
 
 class RemoteTier:
-    """The copies in the memory of all lenders. It fulfils `Tier` in contract.py."""
+    """Borrows memory from lenders, sends copies of versions there, and reads them back. It is a `Tier` in contract.py.
+
+    `BackingTiers` uses it for each read and write of the durable tier.
+    """
 
     name = TierName.REMOTE
-    # A lender that is away degrades nothing: `lenders` shows it.
+    # This tier reports no problems: if a lender is lost, its bytes are read from NVMe. Operators see lost lenders in
+    # `lenders`.
     problems: Sequence[str] = ()
 
     def __init__(
@@ -66,13 +72,13 @@ class RemoteTier:
         is_always_used: bool = False,
         on_event: Callable[[str, str], None] = lambda _address, _text: None,
     ) -> None:
-        """Prepare to borrow. `start` begins it.
+        """Make a remote tier without loans. It borrows from its lenders once `start` was called.
 
         Args:
             lenders: the daemons that may lend.
             budget_bytes: the most bytes that are borrowed of all lenders together.
             timeout_seconds: the time in which a lender must answer; see TIMEOUT_BYTES.
-            retry_seconds: for how long a lender is left alone that was lost, is full, or is slower than NVMe.
+            retry_seconds: the time for which a lender is not used after it was lost, was full, or was slower than NVMe.
             is_always_used: whether lenders are used even if they are slower than NVMe.
             on_event: called with the address of a lender and a sentence about it when it is lost or there again.
         """
@@ -93,7 +99,7 @@ class RemoteTier:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all copies."""
+        """The bytes of loans that copies of versions take."""
         return sum(source.directory.used_bytes for source in self._sources)
 
     @property
@@ -103,17 +109,17 @@ class RemoteTier:
 
     @property
     def bandwidth(self) -> float | None:
-        """The measured bytes per second of the lenders that are used."""
+        """The sum of the measured read speeds of the lenders in use, in bytes per second; None if none is measured."""
         return sum(source.rate.bytes_per_second or 0.0 for source in self._sources if source.is_used) or None
 
     @property
     def detail(self) -> str:
-        """The lenders."""
+        """A text with the address and the state of each lender."""
         return "; ".join(f"{source.lender.address} ({source.state})" for source in self._sources)
 
     @property
     def lenders(self) -> list[LenderInfo]:
-        """The figures of each lender."""
+        """The state, the sizes, the speeds and the counters of each lender, for operators."""
         return [source.info(self._nvme_rate.bytes_per_second or 0.0) for source in self._sources]
 
     # --- loans
@@ -123,7 +129,7 @@ class RemoteTier:
         self._tasks = [asyncio.ensure_future(self._borrow(source)) for source in self._sources]
 
     async def close(self) -> None:
-        """End all loans."""
+        """Stop borrowing, and end all loans that this store has taken."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -142,13 +148,14 @@ class RemoteTier:
             await asyncio.sleep(self._retry_seconds)
 
     async def _hold_loan(self, source: Source) -> str:
-        """Take a loan, and return why it has ended, or why there is none."""
+        """Borrow from a lender and wait until the loan ends; return the reason of its end or of the refusal."""
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         source.ended = ended
         on_size = partial(self._note_grant, source)
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                # Other lenders, whose grants may be enough now, can be lost. A grant that is not used costs nothing.
+                # The store asks each lender for its whole remote budget, because the other lenders may be lost later. A
+                # grant that is not used costs the lender nothing.
                 memory = await source.lender.borrow(self.budget_bytes, on_size, partial(_settle, ended))
         except (LenderError, TimeoutError) as error:
             self._end(source, "")
@@ -178,7 +185,7 @@ class RemoteTier:
     def _share_budget(self) -> None:
         """Divide the budget among the lenders that are used. A lender keeps what it has, and the first ones get more.
 
-        So another lender takes the place of one that is lost, has less, or is slower than NVMe.
+        So if a lender is lost, lends less, or is slower than NVMe, other lenders get its share of the budget.
         """
         sizes = {
             source: min(source.directory.size_bytes, source.granted_bytes) if source.is_used else 0
@@ -201,7 +208,7 @@ class RemoteTier:
             self._end(source, reason)
 
     def _end(self, source: Source, reason: str) -> None:
-        """Forget all copies of a lender, and close its loan."""
+        """Forget all copies in the memory of a lender, and end the loan."""
         memory, source.memory = source.memory, None
         source.state = LenderState.AWAY
         source.problem = reason or source.problem
@@ -213,7 +220,7 @@ class RemoteTier:
     # --- copies
 
     def begin(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
-        """Make room for a version that is about to be written or was read; return whether there is room.
+        """Allocate memory of a lender for a version that will be written or was read; return whether this succeeded.
 
         Args:
             region: the region of the version on NVMe.
@@ -253,7 +260,7 @@ class RemoteTier:
         return None
 
     def forget(self, region: Region) -> None:
-        """Take note that a version is of no use any more, because its region was freed."""
+        """Forget the copies of a version whose region on NVMe was freed, because no read will ask for them."""
         found = self._where.pop(region, None)
         if found is None:
             return
@@ -263,7 +270,7 @@ class RemoteTier:
             self._drop(source, copy)
 
     def _drop(self, source: Source, copy: RemoteCopy) -> None:
-        """Give up a copy. If the lender has no other one, it gets its memory back."""
+        """Give up a copy. If it was the lender's last one, tell the lender that it may free the memory of the loan."""
         if copy.is_dropped:
             return
         source.directory.drop(copy)
@@ -272,7 +279,7 @@ class RemoteTier:
             source.memory.discard(0, source.directory.size_bytes)
 
     def _forget(self, copy: RemoteCopy) -> None:
-        """Take note that a copy has been dropped from its directory."""
+        """Forget where the versions of a copy are, because the directory of the loan has dropped the copy."""
         self.counters.moved_bytes += copy.room_bytes
         for region in copy.regions:
             self._where.pop(region, None)
@@ -288,10 +295,10 @@ class RemoteTier:
     def split(
         self, moves: Sequence[Move[Region]], nvme: TierCounters
     ) -> tuple[Sequence[Move[Region]], Sequence[RemoteRead]]:
-        """Return the moves that have to be made elsewhere, and those that `read` can make.
+        """Return the moves that no lender can make, and those that `read` can make.
 
         Args:
-            moves: all moves.
+            moves: the reads from regions of the durable tier.
             nvme: the counters of the durable tier, for the comparison of speeds.
         """
         if not self._where:
@@ -311,10 +318,11 @@ class RemoteTier:
         return elsewhere, reads
 
     async def read(self, reads: Sequence[RemoteRead], *, verified: bool) -> list[Move[Region]]:
-        """Fill the buffers from the lenders, and return the moves that must be made elsewhere after all.
+        """Fill the buffers from the lenders, and return the moves that were not filled.
 
-        The caller holds the regions. All bytes are those that were sent to the lender. Without `verified` the caller
-        compares them with the checksums of their regions itself.
+        The caller holds the regions. A filled buffer has the bytes that were sent to the lender, because this method
+        checks the MAC of each block (see `BlockMacs`). With `verified` it also checks the checksums of the regions;
+        without `verified` the caller checks them.
         """
         sources = dict.fromkeys(read.source for read in reads)
         parts = [[read for read in reads if read.source is source] for source in sources]
@@ -327,21 +335,22 @@ class RemoteTier:
                 if not is_right:
                     self._note_wrong(*one)
             filled = [one for one, is_right in zip(filled, right, strict=True) if is_right]
-        # The moves are compared by identity, because equality would compare the bytes.
+        # The reads that a lender has served are found by identity, because a comparison of moves would compare their
+        # bytes.
         done = {id(move) for move, _, _ in filled}
         self.counters.hits += len(filled)
         self.counters.misses += len(reads) - len(filled)
         return [move for move, _, _ in reads if id(move) not in done]
 
     def _find_right(self, filled: Sequence[RemoteRead], seals: Sequence[memoryview], *, verified: bool) -> list[bool]:
-        """Return for each read whether its bytes are those that were sent. This runs on a thread of its own."""
+        """Return for each read whether its bytes are those that were sent. The caller runs this on another thread."""
         return [
             self._macs.is_right(seal, move.region.label, move.offset, move.buffer) and (not verified or _is_right(move))
             for (move, _, _), seal in zip(filled, seals, strict=True)
         ]
 
     async def _read_from(self, source: Source, part: Sequence[RemoteRead]) -> list[RemoteRead]:
-        """Read from one lender, and return what it has filled."""
+        """Read from one lender, and return the reads whose buffers it has filled."""
         memory = source.memory
         if memory is None:
             return []
@@ -371,17 +380,17 @@ class RemoteTier:
                 filled.append(RemoteRead(move, source, copy))
             else:
                 source.misses += 1
-                # The lender may have taken back these bytes alone, or may have had no room for the answer, so the rest
-                # of the copy stays in use.
+                # The lender did not send some bytes of the copy. It may have taken back only these, or may have had no
+                # room for the answer, so the rest of the copy stays in use.
                 for offset, nbytes in gone:
-                    # A newer version may own these bytes by now.
+                    # A newer version of the slab may own the bytes that the lender did not send, and then keeps them.
                     if copy.owns(move.region, offset, nbytes):
                         copy.take(offset, nbytes)
         self._judge(source)
         return filled
 
     def _note_wrong(self, move: Move[Region], source: Source, copy: RemoteCopy) -> None:
-        """Take note of bytes that were not sent like this, unless they were overwritten meanwhile."""
+        """Count wrong bytes of a lender and drop its copy, unless the store has overwritten the bytes meanwhile."""
         if not copy.owns(move.region, move.offset, len(move.buffer)):
             return
         source.wrong_blocks += 1
@@ -392,7 +401,7 @@ class RemoteTier:
         self._drop(source, copy)
 
     def _judge(self, source: Source) -> None:
-        """Compare the speeds, and give up a lender that is slower than NVMe, for some time."""
+        """Stop using a lender for some time if reads from it are slower than reads from NVMe."""
         source.rate.sample(source.bytes_read, source.reading.elapsed)
         ours, nvme = source.rate.bytes_per_second, self._nvme_rate.bytes_per_second
         if self._is_always_used or ours is None or nvme is None or not source.is_used:
@@ -429,7 +438,8 @@ class RemoteTier:
             if not copy.is_newest(move.region):
                 continue
             number = copy.newest
-            # Without the bytes of the old version from here on, nothing that is in the room is of use.
+            # The blocks that are sent have no owner until the lender has acknowledged them, because their old bytes in
+            # the loan are overwritten. So they are not read from the lender meanwhile.
             copy.take(move.offset, len(move.buffer))
             seals = await asyncio.to_thread(self._macs.seal, move.region.label, move.offset, move.buffer)
             if copy.newest == number:
@@ -437,7 +447,8 @@ class RemoteTier:
             for address, offset, piece in _spans(copy, move):
                 room_to_send = source.room_to_send
                 await room_to_send.acquire()
-                # During the wait the room may have passed to another slab, or to a newer version of this one.
+                # While this push waited for its turn to send, the room in the loan may have passed to another slab, or
+                # to a newer version of this one. Then the rest is not sent.
                 if copy.is_dropped or copy.newest != number or (memory := source.memory) is None:
                     room_to_send.release()
                     break
@@ -482,7 +493,7 @@ class RemoteTier:
             self._lose(source, memory, reason)
 
     def patience(self, moves: Sequence[Move[Region]]) -> float:
-        """Return for how many seconds an update may wait for a push behind its write to NVMe."""
+        """Return for how many seconds an update may wait for a push after its write to NVMe is done."""
         if self._is_always_used:
             return self._timeout_seconds
         sources = {found[0] for move in moves if (found := self._where.get(move.region)) is not None}
@@ -492,7 +503,8 @@ class RemoteTier:
         if not sources:
             return 0.0
         if nvme is None or not ours:
-            # On trial, the speeds are to be found out.
+            # The speed of a lender on trial becomes known only by reads of bytes that were sent to it. So an update
+            # waits for the lender as long as the time-out allows, to let all bytes arrive.
             return self._timeout_seconds
         return max(0.0, nbytes / nvme - nbytes / ours)
 

@@ -5,11 +5,11 @@ number into the first word. When the session ends, the daemon writes another val
 not write to the arena any more.
 
 The client holds an exclusive record lock on the word's first byte as long as it may write. The kernel releases the lock
-when the process ends in whatever way, and never while the process is only stopped. The daemon reuses a slot only when
-no process holds its lock.
+when the process ends, also when it is killed, and never while the process is only stopped. The daemon reuses a slot
+only when no process holds its lock.
 
 A client that has registered the arena with the driver of its device writes the generation into the second word when the
-device has done all copies, and only then lets the lock go. If the process is killed, the second word does not have the
+device has done all copies, and only then releases the lock. If the process is killed, the second word does not have the
 generation although the lock is gone: the device may still write to the arena. This module knows nothing of sessions or
 clients.
 """
@@ -22,18 +22,18 @@ from dataclasses import dataclass
 
 from storage.base import syscalls
 
-# Before the slots, the arena's header has three other entries: the nonce, the mark and the settled word, whose places
-# are in arena.py. 256 slots fit in a page.
+# The byte of the arena's header at which the slots of clients begin. Before them the header has the nonce, the mark and
+# the settled word, whose places are in arena.py.
 FIRST_SLOT_BYTE = 64
 SLOT_BYTES = 16
 _WORD_BYTES = 8
-# The word of a slot that is free or whose session has ended.
+# The first word of a slot that is free or whose session has ended.
 _ENDED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """A taken slot: the word at byte `offset` of the arena.
+    """A taken slot, whose first word is at byte `offset` of the arena.
 
     The word has the value `generation`, which no other slot ever had, until the slot is ended.
     """
@@ -43,16 +43,17 @@ class ArenaSlot:
 
 
 class Slots:
-    """The slots of one arena."""
+    """Takes, ends and frees the slots of one arena for the sessions that map it."""
 
     def __init__(self, words: memoryview, fd: int, count: int) -> None:
         """Manage `count` slots in `words`, the header of the arena whose descriptor is `fd`."""
         self._words = words.cast("Q")
         self._fd = fd
         self._generations = itertools.count(1)
-        # The slot that was freed first is taken first. If a client is stopped after it got its slot and before it locks
-        # the slot, the slot is then unlikely to be taken again meanwhile: the client finds the word changed, instead of
-        # locking a word that now belongs to another client.
+        # The free slots, oldest first. The slot that was freed first is given to the next client. If a client is
+        # stopped after it got its slot and before it locks the slot, the slot is then unlikely to be given away again
+        # meanwhile: the client finds the slot's word changed, instead of locking a word that now belongs to another
+        # client.
         self._free = deque(range(FIRST_SLOT_BYTE, FIRST_SLOT_BYTE + count * SLOT_BYTES, SLOT_BYTES))
 
     def take(self) -> ArenaSlot | None:
@@ -66,7 +67,7 @@ class Slots:
         return slot
 
     def end(self, slot: ArenaSlot) -> None:
-        """Change the word, so that the client knows that its session has ended. The slot stays taken."""
+        """Change the slot's first word, so that the client knows that its session has ended. The slot stays taken."""
         self._words[slot.offset // _WORD_BYTES] = _ENDED
 
     def is_held(self, slot: ArenaSlot) -> bool:
@@ -78,7 +79,7 @@ class Slots:
         return syscalls.locker(self._fd, slot.offset)
 
     def has_left(self, slot: ArenaSlot) -> bool:
-        """Return whether the client has said that its device has done all copies from and to the arena."""
+        """Return whether the client has written that its device has done all copies from and to the arena."""
         return self._words[slot.offset // _WORD_BYTES + 1] == slot.generation
 
     def free(self, slot: ArenaSlot) -> None:
@@ -86,5 +87,5 @@ class Slots:
         self._free.append(slot.offset)
 
     def close(self) -> None:
-        """Release the view of the memory."""
+        """Release the view of the arena's header, so that the arena can be unmapped."""
         self._words.release()

@@ -13,7 +13,8 @@ from storage.tiers.base import BusyClock
 from storage.tiers.lender import BorrowedMemory, Lender
 from storage.tiers.loan_directory import LoanDirectory
 
-# The bytes of the last reads from which a speed is computed, and the fewest bytes that make a figure.
+# The speed of a device or lender is computed from the last RATE_BYTES that were read from it, and is unknown before
+# LEAST_RATE_BYTES were read.
 RATE_BYTES = 256 << 20
 LEAST_RATE_BYTES = 8 << 20
 # The most spans that are on their way to one lender and not acknowledged yet: enough for 1 GB/s at 8 ms.
@@ -21,24 +22,24 @@ MOST_SPANS_SENT = 8
 
 
 class LenderState(enum.StrEnum):
-    """How the remote tier uses a lender."""
+    """Whether the remote tier has a loan of a lender, and whether it uses the loan."""
 
     AWAY = "away"
-    """There is no loan."""
+    """There is no loan: the lender cannot be reached, has refused, or has ended the loan."""
 
     TRIAL = "on trial"
-    """The lender is used, and the speeds are not known yet."""
+    """The lender is used, but the speeds of reads from it and from NVMe are not both known yet."""
 
     IN_USE = "in use"
-    """The lender is used, and is faster than NVMe, or is used in any case."""
+    """The lender is used, because reads from it are faster than from NVMe, or because it is always used."""
 
     SLOWER = "slower than nvme"
-    """There is a loan that is not used."""
+    """There is a loan, and it is not used, because reads from NVMe are faster."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """A moving figure of bytes per second, from two counters that only grow."""
+    """A moving average of bytes per second, computed from two counters that only grow: bytes and seconds."""
 
     _bytes: float = 0.0
     _seconds: float = 0.0
@@ -46,7 +47,7 @@ class Rate:
     _last_seconds: float = 0.0
 
     def sample(self, total_bytes: int, total_seconds: float) -> None:
-        """Take note of what the counters are now."""
+        """Update the average from the present values of the two counters. Call this from time to time."""
         self._bytes += total_bytes - self._last_bytes
         self._seconds += total_seconds - self._last_seconds
         self._last_bytes, self._last_seconds = total_bytes, total_seconds
@@ -55,13 +56,13 @@ class Rate:
             self._bytes = RATE_BYTES
 
     def reset(self, total_bytes: int, total_seconds: float) -> None:
-        """Forget the figure, and begin another one with what the counters are now."""
+        """Forget the speed, and begin to measure a new one from the present values of the counters."""
         self._bytes = self._seconds = 0.0
         self._last_bytes, self._last_seconds = total_bytes, total_seconds
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The figure; None until enough bytes have passed."""
+        """The average speed; None until LEAST_RATE_BYTES were counted since the begin or the last `reset`."""
         return self._bytes / self._seconds if self._bytes >= LEAST_RATE_BYTES and self._seconds else None
 
 
@@ -73,13 +74,14 @@ class Source:
         lender: the lender.
         state: how it is used.
         problem: why it is away; empty if it is not.
-        told: the problem that was logged last, so that it is logged once.
+        told: the last problem that was logged, so that the remote tier logs each problem once.
         memory: the loan's memory; None while there is no loan.
-        granted_bytes: what the lender lends. The directory's size is what the budget allows of it.
-        directory: what lies where in it.
+        granted_bytes: the bytes that the lender lends. The store uses `directory.size_bytes` of them, as many as its
+            budget allows.
+        directory: which bytes lie where in the loan.
         ended: set to the reason when the loan has ended.
-        room_to_send: bounds the spans that are on their way.
-        rate: the speed of reads, from the two attributes that follow.
+        room_to_send: bounds the number of spans that are on their way to the lender.
+        rate: the speed of reads, computed from `bytes_read` and the seconds of `reading`.
         reading: runs while a read is under way.
         bytes_read: the bytes of all reads.
         asked_bytes: the bytes of reads under way.
@@ -108,7 +110,7 @@ class Source:
     losses: int = 0
 
     def info(self, nvme_bytes_per_second: float) -> LenderInfo:
-        """Return the figures of the lender, beside the measured speed of NVMe."""
+        """Return the lender's state, sizes, speed and counters for operators, with the measured speed of NVMe."""
         return LenderInfo(
             address=self.lender.address,
             state=self.state,
@@ -126,13 +128,16 @@ class Source:
 
     @property
     def is_used(self) -> bool:
-        """Whether bytes are read from the lender and sent to it."""
+        """Whether the remote tier reads from this lender and sends copies to it.
+
+        It does so if it has a loan of this lender, unless reads from the lender are slower than reads from NVMe.
+        """
         return self.memory is not None and self.state in (LenderState.TRIAL, LenderState.IN_USE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderInfo:
-    """The figures of one lender, for operators; see `TierInfo.Lender` in the proto."""
+    """The state, sizes, speeds and counters of one lender, for operators; see `TierInfo.Lender` in the proto."""
 
     address: str
     state: LenderState

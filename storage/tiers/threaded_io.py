@@ -1,8 +1,8 @@
 """An I/O engine of worker threads and plain vectored system calls.
 
 Reads and writes have a lane each: a priority queue with its worker threads. Waiting requests that are neighbours in the
-file become one system call, so that many small shards cost as little as one large one. Checks run on a thread of their
-own, so that the device does not wait for them. This module owns the file's descriptor and the threads.
+file become one system call, so that many small shards cost as little as one large one. Checks of checksums run on a
+thread of their own, so that the device does not wait for them. This module owns the file's descriptor and the threads.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from storage.tiers.io_engine import IoLoad, IoRequest, Priority
 
 ArgumentT = TypeVar("ArgumentT")
 
-# The most bytes of one system call: enough for the device's full speed, and so few that several workers share a large
-# slab.
+# The most bytes that one system call reads or writes: enough for the device's full speed, and so few that several
+# workers share a large slab.
 COALESCED_BYTES = 4 << 20
 # The most buffers of one system call. The kernel accepts at most 1024 (IOV_MAX).
 COALESCED_BUFFERS = 512
-# The checker stops while this many checked bytes wait for the writing workers. That is enough to keep all of them busy,
-# and so few that the bytes are still in the processor's cache when they are written.
+# The thread that computes checksums before writes pauses while this many checked bytes wait for the writing threads.
+# That is enough to keep all of them busy, and so few that the bytes are still in the processor's cache when they are
+# written.
 LEAD_BYTES = 8 << 20
 
 
@@ -53,21 +54,21 @@ class ThreadedIo:
         self._sync_began: float | None = None
 
     async def read(self, requests: Sequence[IoRequest], priority: Priority) -> None:
-        """See IoEngine."""
+        """Fill the buffers of all requests from the file; see `IoEngine.read`."""
         await self._reads.run(requests, priority, check_first=False)
 
     async def write(self, requests: Sequence[IoRequest], priority: Priority) -> None:
-        """See IoEngine."""
+        """Write the buffers of all requests to the file; see `IoEngine.write`."""
         await self._writes.run(requests, priority, check_first=True)
 
     async def sync(self) -> None:
-        """See IoEngine."""
+        """Wait until all earlier writes are on the device; see `IoEngine.sync`."""
         # The sync is shielded from cancellation, because the tier must learn whether the writes are durable.
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._syncs, self._sync))
 
     @property
     def load(self) -> IoLoad:
-        """See IoEngine."""
+        """The counters of this engine at this moment; see `IoEngine.load`."""
         lanes = (self._reads, self._writes)
         began = [began for lane in lanes for began in lane.began()]
         began += [self._sync_began] if self._sync_began is not None else []
@@ -80,7 +81,7 @@ class ThreadedIo:
         )
 
     async def close(self) -> None:
-        """See IoEngine."""
+        """Finish all requests, end the threads and close the file; see `IoEngine.close`."""
         await asyncio.to_thread(self._reads.close)
         await asyncio.to_thread(self._writes.close)
         await asyncio.to_thread(self._syncs.shutdown)
@@ -102,20 +103,20 @@ class ThreadedIo:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """The requests of one call of `read` or `write`; guarded by the lane's lock."""
+    """The requests of one call of `read` or `write`, which returns when all are done. The lane's lock guards it."""
 
-    # Resolved on the event loop when no request of the batch is in use any more.
+    # The event loop resolves this future when no request of the batch is in use any more.
     done: asyncio.Future[None]
-    # The number of requests that are not finished or dropped yet.
+    # The number of the batch's requests that are not finished or dropped yet.
     left: int = 0
     items: list[_Queued] = field(default_factory=list)
-    # The first error of a request. The requests that had not begun by then are dropped.
+    # The first error of a request of the batch. The requests that had not begun by then are dropped.
     error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request in a lane.
+    """A request in a lane, from the call of `read` or `write` until it is finished or dropped.
 
     Attributes:
         checked: no check follows the move, because the request has none or is checked before it is admitted.
@@ -133,7 +134,7 @@ class _Queued:
     read_again: bool = False
 
     def check(self) -> None:
-        """Call the request's check, if it has one."""
+        """Call the request's `check` (see IoRequest), which verifies or records checksums, if it has one."""
         if self.request.check is not None:
             self.request.check()
 
@@ -163,11 +164,11 @@ class _Checker:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread, after all work that was submitted before."""
+        """Run `work`, which checks requests, on the thread, after all work that was submitted before."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """End the thread when all submitted work is done."""
+        """Wait until all submitted work is done, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -188,21 +189,23 @@ class _Lane:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
-        # Notified when a request has left the queue, so that `_waiting_bytes` is less. The checker waits for it.
+        # The condition is notified when a request has left the queue, so that fewer bytes wait. The checker waits for
+        # it.
         self._taken = threading.Condition(self._lock)
         # The bytes of all requests that wait for a worker.
         self._waiting_bytes = 0
         self._sequence = itertools.count()
-        # A heap of (priority, sequence, request). Requests that were taken as neighbours, or dropped, stay in it until
-        # they are popped.
+        # The waiting requests, as a heap of (priority, sequence, request). A request that was dropped, or that a worker
+        # moved together with its neighbour in the file, stays in the heap until it is popped.
         self._queue: list[tuple[int, int, _Queued]] = []
-        # Admitted requests by their first byte, and by the byte after their last one, to find neighbours.
+        # The waiting requests by their first byte in the file, and by the byte after their last one, so that a worker
+        # finds neighbours and moves them in one system call.
         self._by_start: dict[tuple[Priority, int], _Queued] = {}
         self._by_end: dict[tuple[Priority, int], _Queued] = {}
         # Batches that are done and whose futures the event loop has not resolved yet.
         self._finished: list[_Batch] = []
         self._closing = False
-        # The begin of each worker's present move, by the worker's number, on the monotonic clock.
+        # The time at which each worker began its present read or write, by the worker's number, on the monotonic clock.
         self._began: dict[int, float] = {}
         # The number of requests that are not finished yet.
         self.depth = 0
@@ -269,7 +272,7 @@ class _Lane:
         """Put requests into the queue from which the workers take them."""
         with self._lock:
             for item in items:
-                # The request was dropped while it was being checked.
+                # Leave out a request that was dropped while it was being checked.
                 if item.taken:
                     continue
                 item.admitted = True
@@ -289,7 +292,7 @@ class _Lane:
         checked: list[_Queued] = []
         nbytes = 0
         for item in items:
-            # The request was dropped while it waited for its check.
+            # Leave out a request that was dropped while it waited for its check.
             if item.taken:
                 continue
             if (error := _error_of(_Queued.check, item)) is not None:
@@ -389,7 +392,8 @@ class _Lane:
             item.admitted = False
             self._waiting_bytes -= item.nbytes
             self._taken.notify()
-        # If two requests have the same place, the index has the later one, which must stay there.
+        # If two waiting requests begin (or end) at the same byte of the file, the index has the later one. So an entry
+        # is removed only if it is that of this request.
         for index, place in ((self._by_start, item.start), (self._by_end, item.end)):
             if index.get((item.priority, place)) is item:
                 del index[item.priority, place]
@@ -422,7 +426,7 @@ class _Lane:
             self._report(batch)
 
     def _drop_rest(self, batch: _Batch) -> None:
-        """Drop all requests of a batch that have not begun."""
+        """Drop all requests of a batch that have not begun, because another one failed or the caller was cancelled."""
         for item in batch.items:
             if not item.taken:
                 self._take(item)

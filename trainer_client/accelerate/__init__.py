@@ -1,1 +1,1 @@
-"""Accelerate's face: its `Accelerator` with an engine in the place of DistributedDataParallel and the optimizer."""
+"""Accelerate's `Accelerator`, with an engine in the place of DistributedDataParallel and the optimizer."""

@@ -1,9 +1,10 @@
 """`Accelerator`: Accelerate's class, with an engine in the place of DistributedDataParallel and the optimizer.
 
 Data loaders, schedulers, trackers, collectives and the count of micro-batches are Accelerate's own. The update is made
-at `optimizer.step()`, as with Accelerate, and not in `backward`, as with its DeepSpeed plug-in.
+in `optimizer.step()`, as in Accelerate without plug-ins, and not in `backward`, as with Accelerate's DeepSpeed plug-in.
 
-This module owns the engine of the one model that is trained. It must never compute: the engine and Accelerate do.
+This module owns the engine of the one model that is trained. It must never compute anything, because the engine and
+Accelerate do so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainer_client.engine.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initialization import initialize_with_rates_of_script
 
-# The name that Accelerate gives to a model's checkpoint with DeepSpeed.
+# The tag of the engine's checkpoint, which is the one that Accelerate gives to a checkpoint of DeepSpeed.
 _TAG = "pytorch_model"
 
 
@@ -55,24 +56,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Take Accelerate's arguments, and the training config.
 
         Args:
-            config: a config in DeepSpeed's format, as a dict or the path of a JSON file; None: that of the
+            config: a config in DeepSpeed's format, as a dict or the path of a JSON file; None: the config of the
                 DeepSpeedPlugin, or of `accelerate launch --use_deepspeed`, if there is one. ZeRO's stage is 2 if the
-                config does not say. Batch sizes and accumulation are Accelerate's.
+                config names none. Accelerate decides the batch sizes and the accumulation steps.
 
         Raises:
-            ConfigError: an argument cannot be honoured, or two say different things.
+            ConfigError: an argument cannot be honoured, or two arguments contradict each other.
         """
         options = Options.of(arguments, keywords, config, os.environ)
         with without_launchers_choice(os.environ):
             super().__init__(**options.arguments)
         self._options = options
-        # The engine scales the loss, and enters autocast around the model's forward.
+        # Accelerate gets no gradient scaler, because the engine scales the loss, and enters autocast around the model's
+        # forward.
         self.scaler = None
         self.native_amp = options.autocasts
         self._engine: Engine | None = None
-        # Whether `save_state` is collecting the weights that Accelerate writes, to which the engine adds none.
+        # Whether `save_state` is collecting weights for Accelerate to write. Meanwhile `get_state_dict` returns {} for
+        # the engine, because the engine writes its weights itself.
         self._saves = False
-        # The arguments of `save_state` and `load_state` for the engine, to which Accelerate's hooks do not pass them.
+        # The further arguments of `save_state` and `load_state` for the engine. They are kept here, because Accelerate
+        # does not pass them to its hooks, which call the engine.
         self._save_arguments: dict[str, Any] = {}
         self._load_arguments: dict[str, Any] = {}
         self.register_save_state_pre_hook(self._save_engine)
@@ -80,7 +84,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained. It raises RuntimeError before it is prepared."""
+        """The engine of the model that is trained. The property raises RuntimeError before a model is prepared."""
         if self._engine is None:
             raise RuntimeError(
                 "no model was prepared for training: write `model, optimizer = accelerator.prepare(model, optimizer)`, "
@@ -88,18 +92,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         return self._engine
 
-    # Preparation
+    # Preparation of models, optimizers and schedulers
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare objects of any kinds, and return them in the same order. All ranks must call this.
 
-        The trained model and its optimizer are given in one call. All else may be prepared in the same call or in
-        others, and objects that are prepared already are returned as they are. Objects of other kinds, such as plain
-        tensors, are returned as they are, too.
+        The trained model and its optimizer are given in one call. All other objects may be prepared in the same call or
+        in further calls. Objects that are prepared already, and objects of unknown kinds, such as plain tensors, are
+        returned unchanged.
 
         Args:
-            device_placement: for each object, whether it is placed on the device. Has an effect for data loaders and
-                for models that are not trained.
+            device_placement: for each object, whether it is placed on the device. It has an effect only for data
+                loaders and for models that are not trained.
 
         Raises:
             ConfigError: the objects cannot be trained together, or an argument or the config cannot be honoured.
@@ -113,12 +117,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place a model that is not trained on the device, under autocast if `mixed_precision` says so."""
-        # Accelerate returns an engine as it is, because an engine says that it is prepared.
+        # Accelerate returns an engine unchanged, because `_prepare_engine` has marked it as prepared.
         prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Return an optimizer that `prepare` has prepared. Raise ConfigError for another one."""
+        """Return an optimizer that `prepare` has already prepared. Raise ConfigError for any other optimizer."""
         if not isinstance(optimizer, EngineOptimizer):
             raise ConfigError(
                 "prepare_optimizer(optimizer) without its model: write "
@@ -127,7 +131,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _prepare_engine(self, selection: Selection) -> dict[int, Any]:
-        """Make an engine of the selected model and optimizer. Return what replaces the objects, by their `id`."""
+        """Make an engine of the selected model and optimizer.
+
+        Returns:
+            By the `id` of each selected object: what `prepare` returns in its place.
+        """
         model, optimizer, scheduler = selection.model, selection.optimizer, selection.scheduler
         config = self._options.training_config(
             accumulation=self.gradient_accumulation_steps,
@@ -155,12 +163,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         wrapper = EngineOptimizer(engine)
         marked: Any
         for marked in (engine, wrapper):
-            # Accelerate returns such objects as they are.
+            # `_is_accelerate_prepared` makes Accelerate return the object unchanged if the script prepares it again.
             marked._is_accelerate_prepared = True
         self._engine = engine
         replacements: dict[int, Any] = {id(model): engine, id(optimizer): wrapper}
         if isinstance(scheduler, DummyScheduler):
-            # The engine steps the schedule of its config itself.
+            # The scheduler that the script gets for its DummyScheduler does nothing, because the engine itself steps
+            # the schedule of its config.
             prepared = DeepSpeedSchedulerWrapper(made, wrapper)
             prepared._is_accelerate_prepared = True
             replacements[id(scheduler)] = prepared
@@ -185,7 +194,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def _compilation(self) -> dict[str, Any] | None:
-        """Return the arguments with which the Dynamo plug-in compiles the model; None if it does not."""
+        """Return the Dynamo plug-in's arguments for compiling the model; None if the model is not compiled."""
         plugin = self.state.dynamo_plugin
         if plugin.backend is DynamoBackend.NO:
             return None
@@ -197,7 +206,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         arguments: dict[str, Any] = plugin.to_kwargs()
         return arguments
 
-    # The training loop
+    # Methods that a training loop calls in each step
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
         """Run the backward pass of a micro-batch, whose loss is divided by the accumulation steps.
@@ -221,16 +230,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep backward passes within the context from communicating, at any stage of ZeRO."""
+        """Within the context, have backward passes add gradients up without communication, at any stage of ZeRO."""
         with model.no_sync() if isinstance(model, Engine) else super().no_sync(model):
             yield
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Enter a context without effect, because all ranks have equally many batches.
+        """Enter a context that does nothing, because all ranks have the same number of batches.
 
         Raises:
-            ConfigError: `even_batches` is false. Every rank takes part in each gather, so none may end early.
+            ConfigError: `even_batches` is false. Every rank takes part in each gather, so no rank may end before the
+                others.
         """
         if not (self.even_batches if even_batches is None else even_batches):
             raise ConfigError(
@@ -242,7 +252,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip the gradient of the step by its norm, when the step is made. All ranks must call this.
+        """Have the gradient clipped by its norm when the next step is made. All ranks must call this.
 
         Args:
             parameters: all trainable parameters of the model.
@@ -265,7 +275,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each element of the gradient of the step, when the step is made; see `clip_grad_norm_`."""
+        """Have each element of the gradient clipped when the next step is made; see `clip_grad_norm_`."""
         if not self._are_trained("clip_grad_value_", chosen := _listed(parameters)):
             torch.nn.utils.clip_grad_value_(chosen, clip_value)
             return
@@ -273,10 +283,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.engine.clip_grad_value_(float(clip_value))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: the engine clips gradients and returns norms without the loss scale."""
+        """Do nothing, because the engine removes the loss scale itself before it clips and returns norms."""
 
     def _are_trained(self, what: str, chosen: Sequence[torch.Tensor]) -> bool:
-        """Return whether parameters are those that the engine trains. Raise ConfigError if they are only a part."""
+        """Return whether the engine trains these parameters. Raise ConfigError if they are only a part of its own."""
         if self._engine is None:
             return False
         ids = {id(parameter) for parameter in chosen}
@@ -297,7 +307,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"{what}() before the last micro-batch of a step: write it under `if accelerator.sync_gradients:`"
             )
 
-    # Weights and checkpoints
+    # Access to weights, and the writing and loading of checkpoints
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -310,26 +320,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return the weights of a model by name, on the CPU. For the model that is trained, all ranks must call this.
 
-        Of that model, the main process gets the fp32 (master) weights, and the other processes get an empty dict, as
-        with Accelerate and FSDP.
+        For the model that is trained, the main process gets the fp32 (master) weights, and the other processes get an
+        empty dict, as with Accelerate and FSDP.
 
         Args:
-            unwrap: False: the names begin with "module.".
+            unwrap: whether the names are those of the model. If false, they begin with "module.".
         """
         if not isinstance(model, Engine):
             state: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return state
         if self._saves:
-            # Accelerate collects weights to write, and the engine has its own checkpoint, which `_save_engine` writes.
+            # Within `save_state`, Accelerate collects the weights that it will write. The engine's weights are not
+            # among them, because `_save_engine` writes a checkpoint of the engine.
             return {}
         weights = model.full_state_dict(rank0_only=True)
         return weights if unwrap else {f"module.{name}": value for name, value in weights.items()}
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **keywords: Any) -> Any:
-        """Save the engine's states, and Accelerate's of schedulers, loaders, random numbers and registered objects.
+        """Save the engine's states, and those of schedulers, loaders, random generators and registered objects.
 
-        All ranks must call this. See Accelerate for names and limits; other arguments are those of
-        `engine.save_checkpoint`.
+        All ranks must call this. Accelerate's documentation describes the names of the directories and their number.
+        `keywords` are passed to `engine.save_checkpoint`.
         """
         self._saves, self._save_arguments = True, keywords
         try:
@@ -341,17 +352,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **keywords: Any
     ) -> None:
-        """Load what `save_state` has saved. All ranks must call this.
+        """Load the states that `save_state` has saved. All ranks must call this.
 
-        Other arguments are those of `engine.load_checkpoint`.
+        `keywords` are passed to `engine.load_checkpoint`.
         """
         self._load_arguments = keywords
         with self._without_optimizer():
             super().load_state(input_dir, load_kwargs)
 
     def _save_engine(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Write the engine's checkpoint, and take its place among the weights that Accelerate writes away."""
-        # The weights are collected, so a hook of the script, which comes after this one, gets whole ones.
+        """Write the engine's checkpoint, and remove the trained model's weights from those that Accelerate writes."""
+        # Accelerate has collected the weights by now. If a hook of the script, which runs after this hook, calls
+        # `get_state_dict`, it gets the whole weights again.
         self._saves = False
         for index in reversed(range(len(models))):
             model = models[index]
@@ -360,14 +372,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 del weights[index]
 
     def _load_engine(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the engine's checkpoint, and take the engine out of the models that Accelerate loads."""
+        """Load the engine's checkpoint, and remove the engine from the models that Accelerate loads by itself."""
         for model in [model for model in models if isinstance(model, Engine)]:
             model.load_checkpoint(input_dir, _TAG, **self._load_arguments)
             models.remove(model)
 
     @contextmanager
     def _without_optimizer(self) -> Iterator[None]:
-        """Keep Accelerate from saving the optimizer, whose states are in the engine's checkpoint."""
+        """Within the context, hide the optimizer from Accelerate: its states are in the engine's checkpoint."""
         optimizers: list[Any] = self._optimizers
         self._optimizers: list[Any] = []
         try:
@@ -375,7 +387,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             self._optimizers = optimizers
 
-    # The end
+    # The end of training: the engine is closed
 
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine and forget all prepared objects, so that another model can be prepared.
@@ -401,6 +413,6 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def _move_to_cpu(model: nn.Module) -> None:
-    """Move a model back that the script has moved to the device, because the store takes its values from the CPU."""
+    """Move a model to the CPU if the script has moved it to a device: the store takes its values from the CPU."""
     if any(tensor.device.type not in ("cpu", "meta") for tensor in model.parameters()):
         model.to("cpu")

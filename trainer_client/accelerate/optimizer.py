@@ -11,9 +11,11 @@ from trainer_client.engine.engine import Engine
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's optimizer, whose `step` makes a step of the engine where Accelerate synchronises gradients.
+    """The optimizer that scripts get from `prepare`: its `step` makes the engine's training step.
 
-    Accelerate's schedulers ask it whether the last step was skipped.
+    It does so only after the last micro-batch of a step, so a script may call `step` after each micro-batch.
+
+    Accelerate's schedulers ask this object whether the last step was skipped, and then skip theirs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -21,7 +23,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._engine = engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Make a step, unless the micro-batch is not the last one of its step. All ranks must call this.
+        """Make a training step if the micro-batch is the last one of its step. All ranks must call this.
 
         Raises:
             RuntimeError: there is no gradient, or a closure was given.

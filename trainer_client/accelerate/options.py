@@ -1,7 +1,7 @@
 """The arguments of `Accelerator`, and the training config that follows from them.
 
-This module owns the rules how Accelerate's arguments and a config in DeepSpeed's format join. It must never import what
-trains.
+This module owns the rules by which Accelerate's arguments and a config in DeepSpeed's format are combined. It must
+never import the code that trains.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from trainer_client.errors import ConfigError
 
 ConfigSource = Mapping[str, Any] | str | Path | None
 
-# DeepSpeedPlugin() chooses this stage, too. Parameters are whole on every rank, so that a script may read them, while
-# gradients and optimizer states are divided among the ranks.
+# The stage of ZeRO if the config names none. DeepSpeedPlugin() chooses this stage, too. Parameters are whole on every
+# rank, so that a script may read them, while gradients and optimizer states are divided among the ranks.
 _STAGE = 2
 
-# Arguments of Accelerator that have another library shard the model, and the environment variables by which
-# `accelerate launch` asks for the same.
+# The arguments of Accelerator that make another library shard the model, and the environment variables by which
+# `accelerate launch` asks for the same. All of them are refused, because the engine shards the model.
 _OTHER_WAYS = ("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
 _OTHER_VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -47,13 +47,15 @@ _PLUGIN = "gradient_accumulation_plugin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the arguments of `Accelerator` say.
+    """The arguments of `Accelerator`, combined with the training config.
 
     Attributes:
         arguments: the arguments for Accelerate's own constructor.
-        config: the training config as it was written, without what follows from the objects that are prepared.
+        config: the training config as the user or the plug-in has written it, without the values that follow from the
+            prepared objects.
         autocasts: whether `Accelerator.autocast` enters autocast.
-        converts_outputs: whether the outputs of forward are converted to fp32, as Accelerate does under autocast.
+        converts_outputs: whether the outputs of forward are converted to fp32, as Accelerate converts them under
+            autocast.
     """
 
     arguments: Mapping[str, Any]
@@ -72,16 +74,17 @@ class Options:
         """Read the arguments, and the environment of `accelerate launch`.
 
         Raises:
-            ConfigError: an argument cannot be honoured, or two say different things.
+            ConfigError: an argument cannot be honoured, or two arguments contradict each other.
         """
-        # The first argument stands for `self`.
+        # None stands for the `self` of Accelerator's constructor, so that the other arguments are bound to their names.
         arguments = inspect.signature(accelerate.Accelerator.__init__).bind(None, *positional, **keywords).arguments
         given = {name: value for name, value in arguments.items() if name != "self"}
         _refuse_other_ways(given, environ)
         precision = given.get("mixed_precision") or _present_precision() or environ.get(_PRECISION) or "no"
         raw = _read(config, _take_plugin(given, environ), str(precision))
         if configured_device_kind(raw) == CPU:
-            # Without this, Accelerate takes no notice of the ranks that torchrun starts on a machine without a GPU.
+            # Without the argument `cpu`, Accelerate ignores the ranks that torchrun has started if the machine has no
+            # GPU.
             given["cpu"] = True
         joined = _join_precision(raw, str(precision), given)
         given["mixed_precision"] = joined.mixed_precision
@@ -90,7 +93,7 @@ class Options:
 
     @property
     def names_job(self) -> bool:
-        """Whether the config says which stored job is meant, or whether to go on with it."""
+        """Whether the config has `paramserver.job` or `paramserver.resume`, so that no new job is named."""
         section = self.config.get(_STORE)
         return isinstance(section, Mapping) and not _JOB_KEYS.isdisjoint(section)
 
@@ -101,7 +104,7 @@ class Options:
 
         Args:
             accumulation: the number of micro-batches in a step, which Accelerate counts.
-            batch_size: the number of samples in a micro-batch of one rank; None: no data loader says so.
+            batch_size: the number of samples in a micro-batch of one rank; None: no data loader gives the number.
             job: the name of the job, if the config does not name one.
 
         Raises:
@@ -120,7 +123,7 @@ class Options:
             micro = train // step if train is not None else batch_size or 1
         if not self.names_job:
             config[_STORE] = {**config.get(_STORE, {}), "job": job}
-        # Accelerate divides the loss and says where a step ends.
+        # The engine must not count micro-batches, because Accelerate divides the loss and decides where a step ends.
         return {**config, _MICRO_BATCH: micro, "managed_gradient_accumulation": False}
 
 
@@ -141,7 +144,10 @@ def _refuse_other_ways(given: Mapping[str, Any], environ: Mapping[str, str]) -> 
 
 @contextmanager
 def without_launchers_choice(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Hide within the context that `accelerate launch --use_deepspeed` was called, because DeepSpeed is not needed."""
+    """Within the context, hide the variable of `accelerate launch --use_deepspeed` in `environ`.
+
+    With this variable, Accelerate would require an installed DeepSpeed, which is not needed here.
+    """
     chosen = environ.pop(_USE_DEEPSPEED, None)
     try:
         yield
@@ -151,12 +157,15 @@ def without_launchers_choice(environ: MutableMapping[str, str]) -> Iterator[None
 
 
 def _present_precision() -> str | None:
-    """Return `mixed_precision` of an Accelerator that was made before; None if this is the first one."""
+    """Return the `mixed_precision` of an Accelerator that was made before in this process; None if there is none."""
     return AcceleratorState().mixed_precision if AcceleratorState._shared_state else None
 
 
 def _take_plugin(given: dict[str, Any], environ: Mapping[str, str]) -> DeepSpeedPlugin | None:
-    """Remove DeepSpeed's plug-in from the arguments, and return it, or that of the environment."""
+    """Remove DeepSpeed's plug-in from the arguments of `Accelerator`, and return it.
+
+    If there is none, return one made from the environment if `accelerate launch --use_deepspeed` has set it, else None.
+    """
     plugin = given.pop("deepspeed_plugin", None) or given.pop("deepspeed_plugins", None)
     given.pop("deepspeed_plugins", None)
     if isinstance(plugin, Mapping):
@@ -169,20 +178,29 @@ def _take_plugin(given: dict[str, Any], environ: Mapping[str, str]) -> DeepSpeed
 
 
 def _read(config: ConfigSource, plugin: DeepSpeedPlugin | None, precision: str) -> dict[str, Any]:
-    """Return the config that the user has written, or that the plug-in has made."""
+    """Return a copy of the training config: that of the plug-in if there is one, else the user's `config`.
+
+    Raises:
+        ConfigError: both are given, or the file cannot be read.
+    """
     if plugin is not None:
         if config is not None:
             raise ConfigError("Accelerator(config=...) and a DeepSpeedPlugin are both given: pass one")
         plugin.set_mixed_precision(precision)
         return deepcopy(dict(plugin.deepspeed_config))
     if config is None:
-        # A script without a config clips by `accelerator.clip_grad_norm_`, or not at all.
+        # If a script passes no config, the engine does not clip gradients: the script itself calls
+        # `accelerator.clip_grad_norm_`, or gradients are not clipped.
         return {"gradient_clipping": 0}
     return deepcopy(dict(config if isinstance(config, Mapping) else read_config_file(Path(config))))
 
 
 class _Precision(NamedTuple):
-    """The number format: the value of `mixed_precision`, and the last two attributes of Options."""
+    """The number format that Accelerate's arguments and the config choose together.
+
+    It has the value of `mixed_precision` for Accelerate, and the attributes `autocasts` and `converts_outputs` of
+    Options.
+    """
 
     mixed_precision: str
     autocasts: bool
@@ -190,12 +208,12 @@ class _Precision(NamedTuple):
 
 
 def _join_precision(raw: dict[str, Any], asked: str, given: Mapping[str, Any]) -> _Precision:
-    """Join the config's number format and Accelerate's `mixed_precision`, which is `asked` for.
+    """Combine the number format of the config with `asked`, the value of Accelerate's `mixed_precision`.
 
-    If only Accelerate chooses one, the config gets the section that has the engine do the same.
+    If only `mixed_precision` chooses a format, the config gets the section that makes the engine use this format.
 
     Raises:
-        ConfigError: the format is not known, is another one than the config's, or cannot be computed with.
+        ConfigError: the format is unknown or not supported, or differs from the config's.
     """
     if asked not in ("no", "bf16", "fp16"):
         raise ConfigError(f"mixed_precision = {asked!r} is not honoured: write 'no', 'bf16' or 'fp16'")
@@ -217,13 +235,14 @@ def _join_precision(raw: dict[str, Any], asked: str, given: Mapping[str, Any]) -
         raise ConfigError("AutocastKwargs(cache_enabled=False) is not honoured: leave it out")
     if asked == "no" or not handler.enabled:
         return _Precision(asked, autocasts=asked != "no", converts_outputs=False)
-    # Accelerate adds gradients up in their parameter's dtype, as DDP does.
+    # `lower_precision_safe_modules` is empty, so that gradients keep the dtype of their parameters when they are added
+    # up, as in Accelerate and DDP.
     raw["torch_autocast"] = {"enabled": True, "dtype": asked, "lower_precision_safe_modules": []}
     return _Precision(asked, autocasts=True, converts_outputs=True)
 
 
 def _configured_precision(raw: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the number format that the config chooses, or None, and whether it does so by `torch_autocast`."""
+    """Return the config's number format (None if it has none), and whether `torch_autocast` is its section."""
     for name in ("bf16", "fp16"):
         if _is_enabled(raw, name):
             return name, False
@@ -234,27 +253,34 @@ def _configured_precision(raw: Mapping[str, Any]) -> tuple[str | None, bool]:
 
 
 def _take_accumulation(raw: dict[str, Any], given: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Give Accelerate the number of micro-batches in a step, if the config has it, because Accelerate counts them."""
+    """Enter the config's number of micro-batches in a step in the arguments for Accelerate, which counts them.
+
+    Raises:
+        ConfigError: Accelerate's own arguments or its environment give another number.
+    """
     steps = _number(raw.pop(_ACCUMULATION, None))
     if steps in (None, 1):
         return
     if (plugin := given.get(_PLUGIN)) is not None:
-        # Accelerate takes the plug-in's number, whatever the argument and the variable say.
+        # Accelerate uses the number of micro-batches in the plug-in and ignores the argument and the environment
+        # variable for it. So only the plug-in's number is compared with the config.
         _require_steps(steps, plugin.num_steps, "GradientAccumulationPlugin()")
         return
     for place, number in (
         ("Accelerator()", given.pop(_ACCUMULATION, None)),
         (f"${_ACCUMULATION_VARIABLE}", _number(environ.get(_ACCUMULATION_VARIABLE))),
     ):
-        # The number 1 may be the default of Accelerate or of its launcher.
+        # 1 micro-batch in a step may be the default of Accelerate or of its launcher, so it does not contradict the
+        # config.
         if number not in (None, 1):
             _require_steps(steps, number, place)
-    # The number is given as a plug-in, because Accelerate takes the variable before the argument.
+    # The config's number of micro-batches in a step is passed as a GradientAccumulationPlugin, because Accelerate would
+    # prefer the environment variable to the argument `gradient_accumulation_steps`.
     given[_PLUGIN] = GradientAccumulationPlugin(num_steps=steps)
 
 
 def _require_steps(configured: int | None, number: int | None, place: str) -> None:
-    """Raise ConfigError if another number of micro-batches is asked for in `place` than in the config."""
+    """Raise ConfigError if `place` asks for another number of micro-batches in a step than the config."""
     if number != configured:
         raise ConfigError(f"{_ACCUMULATION} is {configured} in the config and {number} in {place}: write one of them")
 
@@ -265,5 +291,5 @@ def _is_enabled(raw: Mapping[str, Any], name: str) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    """Return a number of the config; None for "auto", or for a key that is not there."""
+    """Return the value of a config's key as a number; None for "auto" or None."""
     return None if value is None or value == AUTO else int(value)

@@ -1,6 +1,6 @@
-"""Accelerate's DummyOptim and DummyScheduler: they stand for the optimizer and the schedule of the config.
+"""Accelerate's DummyOptim and DummyScheduler, which stand for the optimizer and the schedule of the config.
 
-This module owns the values that they give to keys that are "auto". It must never make an optimizer.
+This module replaces "auto" in the config by the values of these placeholders. It must never make an optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from trainer_client.errors import ConfigError
 
 
 def check_places(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
-    """Check that the config and the script do not both have an optimizer or a schedule, and that one of them has it.
+    """Check that the config and the script do not both define an optimizer or both a schedule.
+
+    It is also an error if the script has a placeholder, and the config lacks the section for which the placeholder
+    stands.
 
     Raises:
         ConfigError: the message says what to remove.
@@ -39,7 +42,7 @@ def check_places(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> N
 
 
 def fill(config: dict[str, Any], optimizer: Any, scheduler: Any, world_size: int) -> None:
-    """Replace "auto" in the sections `optimizer` and `scheduler` by what the placeholders say, as Accelerate does.
+    """Replace "auto" in the sections `optimizer` and `scheduler` by the placeholders' values, as Accelerate does.
 
     Args:
         world_size: the number by which the steps of the schedule are divided, because Accelerate counts the batches of

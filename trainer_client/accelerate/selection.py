@@ -1,7 +1,7 @@
-"""The model and the optimizer among the objects that are prepared together.
+"""The choice of the model and the optimizer among the objects that one call of `prepare` gets.
 
-This module owns the rules what can be trained together, and the errors that say what to write. It must never change an
-object.
+This module owns the rules that say which objects can be trained together, and the errors for other objects. It must
+never change an object.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TOGETHER = "write `model, optimizer = accelerator.prepare(model, optimizer)`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What one call of `prepare` makes an engine of.
+    """The objects of which one call of `prepare` makes an engine.
 
     Attributes:
         objects: all objects of the call.
         model: the model to train.
-        optimizer: its optimizer, of torch or a DummyOptim.
-        scheduler: the schedule in the call, of torch or a DummyScheduler; None: there is none.
+        optimizer: the model's optimizer: one of torch, or a DummyOptim.
+        scheduler: the schedule in the call: one of torch, or a DummyScheduler; None: there is none.
     """
 
     objects: Sequence[Any]
@@ -42,13 +42,14 @@ class Selection:
 
     @classmethod
     def of(cls, objects: Sequence[Any], *, has_engine: bool) -> Selection | None:
-        """Return the selection among `objects`; None if there is nothing to train among them.
+        """Return the selection among `objects`; None if there is no optimizer among them.
 
         Args:
             has_engine: whether a model was prepared for training already.
 
         Raises:
-            ConfigError: there is an optimizer, and not exactly one model for it.
+            ConfigError: there are several optimizers, a second one after an earlier call, or not exactly one model to
+                train.
         """
         optimizers = [one for one in objects if _is_optimizer(one)]
         if not optimizers:
@@ -83,12 +84,12 @@ class Selection:
         )
 
     def batch_size(self, parts: int) -> int | None:
-        """Return the smallest batch size of the data loaders in the call, divided by `parts`; None if none has one."""
+        """Return the smallest batch size of the call's data loaders, divided by `parts`; None if no loader has one."""
         sizes = [one.batch_size for one in self.objects if isinstance(one, DataLoader) and one.batch_size]
         return max(1, min(sizes) // parts) if sizes else None
 
     def replaced(self, replacements: Mapping[int, Any]) -> tuple[Any, ...]:
-        """Return the objects of the call in their order, with others in the place of some, given by their `id`."""
+        """Return the objects of the call in their order, with a replacement for each whose `id` `replacements` has."""
         return tuple(replacements.get(id(one), one) for one in self.objects)
 
 
@@ -101,7 +102,7 @@ def _trains(model: nn.Module) -> bool:
 
 
 def _check_parameters(model: nn.Module, optimizer: Any) -> None:
-    """Raise ConfigError if the optimizer has a parameter that is not the model's."""
+    """Raise ConfigError if the optimizer has a parameter that the model does not have."""
     known = {id(parameter) for parameter in model.parameters()}
     if strangers := [tensor for tensor in _parameters(optimizer) if id(tensor) not in known]:
         raise ConfigError(
@@ -114,5 +115,6 @@ def _check_parameters(model: nn.Module, optimizer: Any) -> None:
 def _parameters(optimizer: Any) -> Iterable[torch.Tensor]:
     if isinstance(optimizer, torch.optim.Optimizer):
         return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    # A DummyOptim keeps what it was given, which may be an iterator that can be used once only. The engine checks it.
+    # A DummyOptim keeps the object of parameters that it was given, which may be an iterator that can be used only
+    # once. So its parameters are not read here, and the engine checks them.
     return ()

@@ -1,1 +1,1 @@
-"""What the other rooms stand on: no training, and no call of a daemon."""
+"""Modules that all other packages of the client may use. They do no training and call no daemon."""

@@ -18,7 +18,7 @@ from trainer_client.errors import ConfigError
 AUTO = "auto"
 CPU = "cpu"
 
-# The variables that say which devices a process sees, by the kind of device.
+# The environment variable that says which devices a process sees, for each kind of device. Error messages name it.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES", "xpu": "ZE_AFFINITY_MASK"}
 
 _WITH_INDEX = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")
@@ -94,13 +94,15 @@ def _index(kind: str, count: int) -> int:
     """Return the index of this rank's device among the `count` devices that the process sees."""
     current = torch.accelerator.current_device_index()
     if current:
-        # Device 0 is the current one of each process, so another one was chosen by the script.
+        # Each process begins with device 0 as its current device. The current device is another one, so the script has
+        # chosen it, and this rank uses it.
         return current
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank < count:
         return local_rank
     if count == 1:
-        # The launcher shows each rank its own device.
+        # The launcher has made only one device visible to this rank, so the rank uses index 0, although its local rank
+        # is higher.
         return 0
     raise ConfigError(
         f"LOCAL_RANK is {local_rank}, and this process sees {count} {kind} devices: start as many ranks as the node "
@@ -110,7 +112,7 @@ def _index(kind: str, count: int) -> int:
 
 
 def _visible(kind: str) -> str:
-    """Return the variable that says which devices a process sees, with its value, for people."""
+    """Return the text for errors that names the variable which limits the devices of a process, and its value."""
     name = visible_devices_variable(kind)
     if name is None:
         return f"the variable that says which {kind} devices a process sees"
@@ -119,7 +121,10 @@ def _visible(kind: str) -> str:
 
 
 def visible_devices_variable(kind: str) -> str | None:
-    """Return the variable that says which devices of a kind a process sees; None if that is not known."""
+    """Return the name of the environment variable that limits which devices of a kind a process sees.
+
+    Return None if no such variable is known for this kind.
+    """
     return _VISIBLE_DEVICES.get(kind)
 
 
@@ -155,7 +160,8 @@ def memory_bytes(device: torch.device) -> tuple[int, int] | None:
         free, total = torch.accelerator.get_memory_info(device)
         unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     except RuntimeError:
-        # A backend outside of torch need not have an allocator that torch can ask.
+        # torch raises RuntimeError for a backend outside of torch whose allocator has no figures that torch can ask
+        # for.
         return None
     return free + unused, total
 

@@ -1,4 +1,4 @@
-"""Runs of consecutive indexes as pairs: a model may have some hundred thousand parameters, and a job many ranks."""
+"""Runs of consecutive indexes as pairs, which keep lists of some hundred thousand parameters or many ranks short."""
 
 from __future__ import annotations
 

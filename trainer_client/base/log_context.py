@@ -1,9 +1,9 @@
 """The job, the session, the rank and the step that each log record of this library carries, as attributes.
 
-A program shows them with its formatter, for example `logging.Formatter("%(job)s %(step)s %(message)s")`, and formatters
-that write JSON show them by themselves. Records have them that an engine's thread writes, or a thread that the engine
-has started. This module owns nothing but the filter. It must never touch a handler or a logger that is not this
-library's.
+A program shows these attributes with its formatter, for example `logging.Formatter("%(job)s %(step)s %(message)s")`,
+and formatters that write JSON show them by themselves. A record has the attributes of an engine if it is written by the
+thread that made the engine, or by a thread that the engine has started. This module owns nothing but the filter. It
+must never touch a handler or a logger that is not this library's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass(slots=True)
 class LogContext:
-    """What the records of one engine carry.
+    """The attributes that the log records of one engine carry.
 
     Attributes:
         job: name of the job.
@@ -38,7 +38,7 @@ class LogContext:
     step: int | None = None
 
     def enter(self) -> None:
-        """Let the records of this thread carry this from now on, in place of what another engine has entered."""
+        """Let log records of this thread carry these attributes from now on, in place of those of another engine."""
         _current.set(self)
 
 
@@ -47,22 +47,23 @@ _current: ContextVar[LogContext] = ContextVar("paramserver_log_context", default
 
 
 def begin(job: str) -> LogContext:
-    """Return what the records of a new engine carry, and let those of this thread carry it from now on.
+    """Return the attributes for log records of a new engine, which records of this thread carry from now on.
 
-    The loggers get their filter here. A filter on the logger of the package alone would not see the records of its
-    modules' loggers.
+    The library's loggers get their filter here, each for itself: a filter on the package's logger alone would not see
+    the records of the modules' loggers.
     """
     begun = LogContext(job=job)
     begun.enter()
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and f"{name}.".startswith(f"{_PACKAGE}."):
-            # A logger that has the filter already does not get it again.
+            # All loggers of the library are given the filter, because `addFilter` does nothing if the logger has this
+            # filter already.
             logger.addFilter(_carry)
     return begun
 
 
 def carried(function: Callable[ArgumentsT, ResultT], step: int | None = None) -> Callable[ArgumentsT, ResultT]:
-    """Return a function for another thread, whose records carry what those of this thread do.
+    """Return a function for another thread, in which log records carry the attributes of this thread's records.
 
     The returned function must not be called again before it has returned.
 
@@ -77,7 +78,10 @@ def carried(function: Callable[ArgumentsT, ResultT], step: int | None = None) ->
 
 
 def _carry(record: logging.LogRecord) -> bool:
-    """Give a record its attributes, and let it pass. What is not known is "" or None."""
+    """Set the attributes of a log record, and return True, because this filter of logging drops no record.
+
+    An attribute that is not known is "" or None.
+    """
     words = _current.get()
     record.job, record.session, record.rank, record.step = words.job, words.session, words.rank, words.step
     return True

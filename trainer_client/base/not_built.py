@@ -1,7 +1,8 @@
 """The names of DeepSpeed that are not built here. They can be imported, and their use raises an error.
 
-Scripts import such names where they begin, often only for an `isinstance`. So the import works, and the error comes
-where the script needs what is missing. This module must never let a missing feature be used without an effect.
+Scripts import such names at their beginning, often only for an `isinstance`. So the import works, and the error is
+raised where the script uses the missing feature. This module must never let a missing feature be used without an
+effect.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class NotBuilt:
     _refused: ClassVar[tuple[str, str]]
 
     def __init_subclass__(cls, *, remedy: str | None = None) -> None:
-        # A user's subclass has no remedy of its own, and keeps the name that DeepSpeed's documentation explains.
+        # A user's subclass passes no remedy and gets none of its own. So its error names the class of DeepSpeed that it
+        # derives from, which DeepSpeed's documentation explains.
         if remedy is not None:
             cls._refused = (cls.__name__, remedy)
 

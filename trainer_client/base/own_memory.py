@@ -11,18 +11,18 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes() -> int:
-    """Return the bytes that are in memory now."""
+    """Return the size in bytes of this process's resident set, the part of its memory that is in RAM now."""
     return _resident_and_shared()[0]
 
 
 def private_bytes() -> int:
-    """Return the bytes that are in memory now and are not those of files or of shared memory."""
+    """Return the bytes of the resident set that belong neither to files nor to shared memory."""
     resident, shared = _resident_and_shared()
     return resident - shared
 
 
 def peak_resident_bytes() -> int:
-    """Return the most bytes that were in memory at once."""
+    """Return the size in bytes of the largest resident set that this process has had since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

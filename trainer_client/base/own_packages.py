@@ -18,9 +18,10 @@ def check_own_packages() -> None:
     """
     root, spec = Path(__file__).parents[2], find_spec("paramserver")
     if spec is None:
-        # Nothing is found, which the import that follows reports.
+        # Python finds no package `paramserver` at all. No error is raised here, because the import of `paramserver`
+        # that follows raises one that says so.
         return
-    # A folder without an __init__.py has no `origin`.
+    # The spec of a package without an __init__.py has no `origin`, so its folders are checked instead.
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
     if not any(Path(place).resolve().is_relative_to(root.resolve() / "paramserver") for place in places):
         raise ImportError(

@@ -5,7 +5,7 @@ readings of the clock and no more. All times are seconds of time.monotonic().
 
 [Note: work of a device] An accelerator does later what it is given, so a clock of the host around a kernel or a
 collective would measure how long its launch takes. Such work is measured by a stopwatch of the device, which reports
-when the work is done, mostly in the next step; the sums of that step have it.
+when the work is done. This is mostly in the next step, so the sums of the next step contain the work.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-# The limit of spans in a trace, which is then some 50 MB of JSON. Later spans are left out, and the log says so.
+# The limit on the number of spans in a trace, which is then some 50 MB of JSON. Later spans are left out, and the log
+# says so.
 MAX_SPANS = 300_000
 
-# The name of the root unit and the root module, which have no FQN: in the store, in traces and in messages.
+# The name that the store, traces and messages use for the root unit and the root module, which have no FQN.
 ROOT_NAME = "(root)"
 
 PHASES_ROW = "phases"
@@ -33,13 +34,13 @@ FETCHES_ROW = "fetches"
 
 
 class Cause(enum.Enum):
-    """What a rank can wait for."""
+    """The causes of waits: what a rank can wait for. The report of a step has the seconds of each."""
 
     FETCH = "fetch"
-    """Bytes that it has asked the store for."""
+    """Bytes that the rank has asked the store for."""
 
     UPDATE = "update"
-    """The optimizer's update of bytes that it has asked the store for."""
+    """The optimizer's update of bytes that the rank has asked the store for."""
 
     GRADIENT_MEMORY = "gradient memory"
     """Room in the store's host memory for a gradient."""
@@ -48,13 +49,13 @@ class Cause(enum.Enum):
     """Room in the store for an activation, or an activation that comes back."""
 
     HAND_OVER = "hand-over"
-    """The store's response that it has accepted gradients."""
+    """The store's response that it has accepted the rank's gradients."""
 
     COMMIT = "commit"
     """The commit of the last step, or memory of the store for values that take part in a commit."""
 
     DAEMON = "daemon"
-    """The next store daemon, after the last one was lost."""
+    """A new store daemon, after the former one was lost."""
 
     RANKS = "other ranks"
     """A collective: the arrival of the other ranks, and the transfer itself."""
@@ -73,11 +74,11 @@ class TraceSpan:
     """An interval of time in a trace.
 
     Attributes:
-        row: the row of the trace that shows it.
-        name: its label there.
-        began: its begin.
-        ended: its end.
-        nbytes: the bytes that were moved in it, if any.
+        row: the row of the trace's picture that shows the span, such as that of one link.
+        name: the label of the span in that row.
+        began: the time at which the span begins.
+        ended: the time at which it ends.
+        nbytes: the bytes that were moved in the span; 0 if it shows no movement.
     """
 
     row: str
@@ -89,7 +90,13 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class StallKey:
-    """What waits are summed by: phase of the step, cause, and the unit or collective that was waited for."""
+    """The key under which a step's waits are summed. Waits with the same three attributes are one sum.
+
+    Attributes:
+        phase: the phase of the step in which the rank has waited.
+        cause: what the rank has waited for.
+        where: the unit or the collective that needed it.
+    """
 
     phase: str
     cause: Cause
@@ -98,7 +105,7 @@ class StallKey:
 
 @dataclass(slots=True)
 class StepSums:
-    """What was recorded within one step.
+    """The sums that a Recorder has made within one step, for the step's report.
 
     Attributes:
         began: begin of the step.
@@ -111,8 +118,8 @@ class StepSums:
         restarts: number of restarts of the store daemon.
         boundary_bytes: bytes of the boundaries of activation checkpoints that were saved, and of those moved to the
             store.
-        compute_seconds: seconds of the model's own work by phase, by the stopwatch of the rank: on an accelerator
-            without any wait, on the CPU with those that are not part of a gather.
+        compute_seconds: seconds of the model's own work by phase, as the rank's stopwatch measures it. On an
+            accelerator they contain no wait. On the CPU they contain the waits that are not part of a gather.
         to_device_bytes: bytes that were copied to the accelerator.
         to_device_seconds: seconds that the accelerator took for these copies.
     """
@@ -132,14 +139,14 @@ class StepSums:
 
 
 class Stopwatch(Protocol):
-    """A measurement that has begun."""
+    """A measurement of the time that work takes, which begins when the object is made."""
 
     def stop(self, report: Callable[[float, float], None]) -> None:
-        """End it. `report` gets begin and end: at once, or when the device has done what it was given meanwhile."""
+        """End the measurement. `report` gets its begin and end, at once or when the device has done that work."""
 
 
 class HostStopwatch:
-    """A measurement of the thread that makes it."""
+    """A measurement with the host's clock, which begins when the object is made."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -149,7 +156,10 @@ class HostStopwatch:
 
 
 class Recorder:
-    """The recorder of one rank. Its training thread calls it; any thread may call `moved`, `fetched`, `restarted`."""
+    """The recorder of one rank, which sums up times and bytes of each step, and keeps the spans of traces.
+
+    The training thread of the rank calls it. Any thread may call `moved`, `fetched` and `restarted`.
+    """
 
     def __init__(self) -> None:
         now = time.monotonic()
@@ -158,8 +168,8 @@ class Recorder:
         self._phase = "idle"
         self._phase_began = now
         self._stalled_ever = 0.0
-        # The lists of the traces that are being taken. A tuple that is replaced as a whole, because other threads
-        # iterate over it.
+        # The traces that are being taken, each a list of spans. The tuple is replaced and never changed, because other
+        # threads iterate over it.
         self._traces: tuple[list[TraceSpan], ...] = ()
         self._computing: tuple[str, Stopwatch] | None = None
         self._stopwatch: Callable[[], Stopwatch] = HostStopwatch
@@ -170,16 +180,16 @@ class Recorder:
 
     @property
     def phase(self) -> str:
-        """The phase of the step that is now, as phases.py names it."""
+        """The phase that the step is in now, as phases.py names it."""
         return self._phase
 
     @property
     def step_began(self) -> float:
-        """The begin of the step under way."""
+        """The time at which the step under way began."""
         return self._sums.began
 
     def measure_with(self, stopwatch: Callable[[], Stopwatch]) -> None:
-        """Measure computation with these from now on, because it is work of a device."""
+        """Measure computation with stopwatches that `stopwatch` makes from now on, because a device does the work."""
         self._stopwatch = stopwatch
 
     def enter_phase(self, name: str) -> None:
@@ -242,29 +252,34 @@ class Recorder:
         self._note(f"link: {link.value.replace('_', ' ')}", where, began, ended, nbytes)
 
     def fetched(self, unit: str, began: float) -> None:
-        """Note for a trace that the bytes requested at `began` have arrived; on any thread."""
+        """Note for a trace that the bytes requested at `began` have arrived. Any thread may call this."""
         self._note(FETCHES_ROW, unit, began, time.monotonic())
 
     def boundary(self, **nbytes: int) -> None:
-        """Add bytes of boundaries that were `saved`, `moved` to the store, or freed to be computed `again`."""
+        """Add bytes of boundaries of activation checkpoints to the sums of the step.
+
+        Args:
+            nbytes: the bytes, by `saved` (kept for the backward), `moved` (to the store) or `again` (freed, because
+                they are computed again).
+        """
         self._sums.boundary_bytes.update(nbytes)
 
     def computed(self, phase: str, began: float, ended: float) -> None:
-        """Add the time between two uses of units in a phase, as a stopwatch has measured it."""
+        """Add the time that the model's own work took between two uses of units, as a stopwatch has measured it."""
         self._sums.compute_seconds[phase] += ended - began
 
     def copied_to_device(self, nbytes: int, began: float, ended: float) -> None:
-        """Add a copy from host memory to the accelerator."""
+        """Add the bytes and the seconds of a copy from host memory to the accelerator to the sums of the step."""
         self._sums.to_device_bytes += nbytes
         self._sums.to_device_seconds += ended - began
 
     def restarted(self) -> None:
-        """Count a restart of the store daemon; on any thread."""
+        """Count a restart of the store daemon. Any thread may call this."""
         with self._moving:
             self._sums.restarts += 1
 
     def end_step(self) -> StepSums:
-        """Return what was recorded since the last call, and begin the next step."""
+        """Return the sums since the last call of this method, and begin those of the next step."""
         self.enter_phase(self._phase)
         with self._moving:
             sums, self._sums = self._sums, StepSums(self._phase_began)
@@ -279,7 +294,8 @@ class Recorder:
 
     def stop_trace(self, spans: list[TraceSpan]) -> list[TraceSpan]:
         """Stop keeping spans in the list that `start_trace` returned, and return it."""
-        # The code of the model that runs now ends for this trace, and begins anew for the others.
+        # The trace ends while a module computes. The module's span in this trace ends here, and a new span of the
+        # module begins for the traces that go on.
         computing = self._computing
         self.compute(None)
         self._traces = tuple(kept for kept in self._traces if kept is not spans)
@@ -288,7 +304,7 @@ class Recorder:
         return spans
 
     def _note(self, row: str, name: str, began: float, ended: float, nbytes: int = 0) -> None:
-        # The attribute is read only once, because another thread may end a trace meanwhile.
+        # `_traces` is read only once, because another thread may end a trace between two reads.
         if traces := self._traces:
             span = TraceSpan(row=row, name=name, began=began, ended=ended, nbytes=nbytes)
             for spans in traces:

@@ -20,10 +20,10 @@ MarkT = TypeVar("MarkT")
 
 
 class Agreement(enum.Enum):
-    """The ranks that must have the same value for a key.
+    """The ranks that must have the same value for a key of the config. It is an annotation of the key's field.
 
     A key without this annotation has RUN, so that all ranks compare a new key unless its author chooses another value.
-    A key without effect, and one that is refused unless it is off, need not agree.
+    Ranks may differ in a key without effect, and in a key that is refused unless it is off.
     """
 
     RUN = "all ranks"
@@ -35,24 +35,24 @@ class Agreement(enum.Enum):
 
 
 def mark_of(field: FieldInfo, kind: type[MarkT]) -> MarkT | None:
-    """Return the mark of a kind in the annotation of a key, or None if it has none."""
+    """Return the object of class `kind` among the annotations of a key's field, or None if there is none."""
     return next((mark for mark in field.metadata if isinstance(mark, kind)), None)
 
 
 def is_honoured(field: FieldInfo) -> bool:
-    """Return whether a key is neither without effect nor refused."""
+    """Return whether this library honours a key: its annotation has no mark WithoutEffect or Refused."""
     return not any(isinstance(mark, WithoutEffect | Refused) for mark in field.metadata)
 
 
 def agreement_of(field: FieldInfo) -> Agreement:
-    """Return the ranks that must have the same value for a key."""
+    """Return which ranks must have the same value for a key, from the annotation of its field."""
     if not is_honoured(field):
         return Agreement.NONE
     return mark_of(field, Agreement) or Agreement.RUN
 
 
 class Section(BaseModel):
-    """A section of the training config."""
+    """The base class of the sections of the training config: a pydantic model, each field of which is a key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -31,12 +31,12 @@ def is_off(value: Any) -> bool:
 
 
 def is_absent(value: Any) -> bool:
-    """Return whether a key has no value, because a section without an `enabled` is used if it is written."""
+    """Return whether a key has no value. Use this for a section that is on as soon as it is in the config."""
     return value is None or value is False or value == {}
 
 
 def is_at_most_one(value: Any) -> bool:
-    """Return whether a number of ranks, stages or parts means that nothing is divided."""
+    """Return whether a number of ranks, stages or parts is missing or at most 1, so that nothing is divided."""
     return value is None or (isinstance(value, int | float) and value <= 1)
 
 
@@ -44,7 +44,7 @@ def is_at_most_one(value: Any) -> bool:
 class WithoutEffect:
     """The mark of a key that is accepted and changes nothing.
 
-    Results are the same with it, or it would only round them more, as states in bf16 do.
+    Results are the same with the key, or the key would only round them more, as states in bf16 do.
 
     Attributes:
         why: why the key has no effect here, as a clause without a full stop. Keys with one reason share its text.
@@ -68,7 +68,10 @@ class Refused:
     unless: Callable[[Any], bool] = is_off
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the field, with a check of the value behind it. pydantic calls this."""
+        """Return the schema of the field, which checks the value's type first and then that it is not refused.
+
+        pydantic calls this.
+        """
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What speaks to a store daemon."""
+"""The modules that call a store daemon: the transport of a trainer, and the StoreClient of other programs."""

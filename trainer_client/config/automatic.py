@@ -19,7 +19,7 @@ from trainer_client.errors import ConfigError
 
 AUTO = "auto"
 
-# The keys that have "auto" among their values, so that no rule replaces it.
+# The keys for which "auto" is a value of this library, so that no rule replaces the "auto".
 _WORDS = (
     "paramserver.device",
     "paramserver.resume",
@@ -30,7 +30,8 @@ _WORDS = (
     "paramserver.pin_arena",
     "paramserver.gradient_reduction",
 )
-# The section whose keys are resolved by another rule, because a schedule takes its rates from the optimizer.
+# The section `scheduler` is left out here, because another rule resolves its keys: a schedule takes its rates from the
+# optimizer.
 _SCHEDULER = "scheduler"
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -38,7 +39,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """The values that a rule can use.
+    """The values from which a rule of this module finds the value of a key that is "auto".
 
     Attributes:
         raw: the config as it was written.
@@ -60,8 +61,8 @@ class _Known:
         return set(self.dtypes) == {dtype} and not self.get(f"{other}.enabled")
 
 
-# A rule that returns None removes the key. The key then has its default, or its value follows from the other batch
-# sizes.
+# The rules for keys that are "auto": each returns the key's value. A rule that returns None removes the key, so that
+# the key has its default, or its value follows from the other batch sizes.
 _RULES: Mapping[str, Callable[[_Known], Any]] = {
     _MICRO_BATCH: lambda known: None if known.get("train_batch_size") else 1,
     "gradient_clipping": lambda known: 0.0 if known.get("paramserver.gradient_clipping_value") else 1.0,
@@ -69,7 +70,8 @@ _RULES: Mapping[str, Callable[[_Known], Any]] = {
     "bf16.enabled": lambda known: known.computes_in(torch.bfloat16, "fp16"),
     "fp16.enabled": lambda known: known.computes_in(torch.float16, "bf16"),
 }
-# If one of these keys is "auto", the size of the micro-batch is also treated as "auto" unless the config gives it.
+# If one of these keys is "auto" and the config gives no micro-batch size, then the micro-batch size is treated as
+# "auto", too.
 _BATCH_KEYS = ("train_batch_size", _MICRO_BATCH)
 
 
@@ -102,7 +104,8 @@ def resolve_automatic(
     for path in found:
         section = section_at(model, raw, path[:-1])
         if section is None or path[-1] not in section.model_fields:
-            # The key is unknown. "auto" stays, so that the error about the key shows what the user has written.
+            # The key is unknown, so its "auto" is not replaced: the error about the unknown key shows what the user has
+            # written.
             continue
         rule = _RULES.get(".".join(path))
         _replace(resolved, path, None if rule is None else rule(known))
@@ -110,7 +113,7 @@ def resolve_automatic(
 
 
 def _find(section: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the keys that are "auto" and for which that is no value."""
+    """Yield the paths of the keys that are "auto", without the keys that have "auto" among their values."""
     for key, value in section.items():
         path = (*prefix, key)
         if isinstance(value, Mapping) and path != (_SCHEDULER,):

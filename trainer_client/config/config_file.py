@@ -12,9 +12,11 @@ from typing import Any
 from paramserver.contract.documents import parse_json
 from trainer_client.errors import ConfigError
 
-# A string, or a comment in one of the three forms of Hjson, which DeepSpeed reads.
+# A pattern for a string, or a comment in one of the three forms of Hjson, which DeepSpeed reads. Strings are matched so
+# that no comment is found within one.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-# A string, or a comma before the end of an object or a list.
+# A pattern for a string, or a comma before the end of an object or a list. Strings are matched so that no comma is
+# found within one.
 _STRING_OR_LAST_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])', re.DOTALL)
 
 
@@ -40,7 +42,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _plain_json(text: str) -> str:
-    """Return the text without comments and without commas behind the last element. No line gets another number."""
+    """Return the text without comments and trailing commas. Lines keep their numbers, which errors name."""
     without_comments = _STRING_OR_COMMENT.sub(
         lambda match: match[0] if match[0].startswith('"') else "\n" * match[0].count("\n"), text
     )
@@ -48,7 +50,7 @@ def _plain_json(text: str) -> str:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the file. Raise ValueError for a key that it has twice."""
+    """Return the dict of one JSON object, for `json.loads`. Raise ValueError for a key that the object has twice."""
     keys = [key for key, _ in pairs]
     if repeated := sorted({key for key in keys if keys.count(key) > 1}):
         raise ValueError(f"the key {repeated[0]!r} is there twice: remove one")

@@ -23,7 +23,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 _TABLE = tomllib.loads(Path(__file__).with_name("deepspeed_keys.toml").read_text(encoding="utf-8"))
 _REASONS: Mapping[str, str] = _TABLE.pop("reasons")
 
-# The words of the rows for types, and for the values that a refused key may have.
+# The meanings of words in the rows of deepspeed_keys.toml: `_TYPES` has the types of keys, and `_VALUES` the values
+# that a refused key may have.
 _TYPES: Mapping[str, Any] = {
     "float": float,
     "bool or null": bool | None,
@@ -44,7 +45,7 @@ _DESCRIPTION = "a key that has no meaning here"
 
 
 def with_rows(path: str = "") -> Callable[[type[SectionT]], type[SectionT]]:
-    """Return a decorator for the class of a section that adds the keys of its rows behind its own keys.
+    """Return a decorator that adds the section's keys in deepspeed_keys.toml to its class, behind its own keys.
 
     Args:
         path: the dotted name of the section; "" is the whole config.
@@ -61,7 +62,7 @@ def with_rows(path: str = "") -> Callable[[type[SectionT]], type[SectionT]]:
 
 
 def row_paths(rows: Mapping[str, Any] = _TABLE, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all rows, in the order of the file."""
+    """Yield the dotted name of the key that each row of deepspeed_keys.toml describes, in the file's order."""
     for name, row in rows.items():
         if _is_row(row):
             yield f"{prefix}{name}"
@@ -70,12 +71,12 @@ def row_paths(rows: Mapping[str, Any] = _TABLE, prefix: str = "") -> Iterator[st
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a table of the file is about a key, and not a section with keys of its own."""
+    """Return whether a table of deepspeed_keys.toml describes a key, and not a section with keys of its own."""
     return "meaning" in row
 
 
 def _field(name: str, row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the type and the declaration of a key, as `create_model` takes them."""
+    """Return the type and the pydantic field of the key that `row` describes, as `create_model` takes them."""
     annotation: Any
     default: Any = row.get("default")
     if "keys" in row or "others" in row:
@@ -94,7 +95,7 @@ def _field(name: str, row: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _section(name: str, row: Mapping[str, Any]) -> type[Section]:
-    """Return the class of a section none of whose keys has a meaning."""
+    """Return the class of a section that consists only of keys without meaning here, from its rows of the file."""
     fields: dict[str, Any] = {
         key: _field(key, value if isinstance(value, dict) else {"default": value})
         for key, value in row.get("keys", {}).items()
@@ -111,7 +112,11 @@ def _mark(row: Mapping[str, Any]) -> WithoutEffect | Refused:
 
 
 def _harmless(unless: str | Mapping[str, str]) -> Callable[[Any], bool]:
-    """Return the function that says whether a refused key may have a value."""
+    """Return the function `Refused.unless` for a key: it returns whether a value means that the feature is off.
+
+    Args:
+        unless: the entry `unless` of the key's row in deepspeed_keys.toml.
+    """
     if isinstance(unless, str):
         return _VALUES[unless]
     ((key, value),) = unless.items()

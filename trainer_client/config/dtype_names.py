@@ -1,4 +1,4 @@
-"""The names of dtypes in the config. DeepSpeed has several for each of them, and the config keeps the shortest."""
+"""The names of dtypes in the config. DeepSpeed has several for each dtype, and the config keeps the shortest name."""
 
 from __future__ import annotations
 

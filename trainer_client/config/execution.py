@@ -12,7 +12,10 @@ from trainer_client.config.deepspeed_keys import with_rows
 
 @with_rows("activation_checkpointing")
 class ActivationCheckpointingSection(Section):
-    """The boundaries of activation checkpoints, whether DeepSpeed's functions make them or torch's."""
+    """The section `activation_checkpointing`: what becomes of boundaries, the saved inputs of checkpointed parts.
+
+    It holds for DeepSpeed's checkpoint functions and for torch's.
+    """
 
     cpu_checkpointing: bool = Field(
         default=False,
@@ -27,7 +30,7 @@ class ActivationCheckpointingSection(Section):
 
 @with_rows("checkpoint")
 class CheckpointSection(Section):
-    """DeepSpeed's checkpoints."""
+    """The section `checkpoint`: how `save_checkpoint` and `load_checkpoint` treat DeepSpeed's checkpoints."""
 
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail"],

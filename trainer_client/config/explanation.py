@@ -20,13 +20,14 @@ from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.config.paramserver import PlacementSection
 from trainer_client.config.top_level import meant
 
-# Words of other libraries for keys of this config, which are not alike enough for `difflib`.
+# The names that other libraries use for keys of this config and that `difflib` does not find, because they are not
+# alike enough. Errors about unknown keys suggest the key of this config.
 _OTHER_WORDS = {
     "learning_rate": "lr",
     "decay": "weight_decay",
     "epsilon": "eps",
 }
-# The types of pydantic's errors about a value that stands in place of a section.
+# The types of pydantic's errors about a value, such as a number, that stands where a section (a dict) is expected.
 _NO_SECTION = frozenset({"model_type", "model_attributes_type"})
 
 
@@ -56,7 +57,7 @@ def explain(error: ValidationError, model: type[Section], choices: Mapping[str, 
 
 
 class _Explainer:
-    """The sentences about one class of config."""
+    """The maker of the sentences that `explain` returns, for a config of the class `model`."""
 
     def __init__(self, model: type[Section], choices: Mapping[str, TypedSection]) -> None:
         self._model = model
@@ -78,7 +79,8 @@ class _Explainer:
             return f"{path} is unknown to DeepSpeed and to this library; {self._hint(location)}"
         if kind == "missing":
             return f"{path} is missing"
-        # A section that is refused as a whole may be long, and its name says enough.
+        # The error shows no value for a section that is refused as a whole, because the value may be long, and the
+        # section's name says enough.
         shown = "" if kind == REFUSED_ERROR and isinstance(value, Mapping) else f" = {value!r}"
         reason = "write 0, 1, 2 or 3" if path == "zero_optimization.stage" else detail["msg"]
         if kind in _NO_SECTION:
@@ -86,7 +88,7 @@ class _Explainer:
         return f"{path}{shown} is refused: {reason}"
 
     def _example(self, path: str, location: tuple[str, ...], value: Any) -> str:
-        """Return a section in JSON that stands where the user has written a plain value, which it has if it can."""
+        """Return an example, in JSON, of the section to write for the user's value, with that value if possible."""
         section = self._section_of((*location, ""))
         names = list(section.model_fields)
         if isinstance(value, bool) and "enabled" in names:

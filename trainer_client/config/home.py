@@ -6,7 +6,7 @@ import enum
 
 
 class Home(enum.StrEnum):
-    """The place where a kind of state lives.
+    """The place where a kind of state is kept between its uses.
 
     The values are the words of the config. All values but the device's are the words of the store's tiers
     (contract/tiers.py).

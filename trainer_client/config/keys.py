@@ -65,6 +65,6 @@ def section_at(model: type[Section], config: Mapping[str, Any], path: tuple[str,
 
 
 def _is_of_type(section: type[Section], chosen: Any) -> bool:
-    """Return whether `chosen` is one of the values that the key `type` of this section allows."""
+    """Return whether this class of a section allows the value `chosen` of the key `type`."""
     field = section.model_fields.get("type")
     return field is not None and chosen in get_args(field.annotation)

@@ -24,19 +24,21 @@ from trainer_client.errors import ConfigError
 from trainer_client.optimizers.registry import OPTIMIZERS, canonical_name, why_refused
 from trainer_client.schedules.registry import SCHEDULES, why_schedule_refused
 
-# These keys are for a daemon that the job starts. A daemon that an operator runs has them in its own config.
+# The keys that configure a daemon that the job starts. They are refused beside the address of a daemon that an operator
+# runs, because that daemon has a config of its own.
 _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
-# These keys are for a daemon that the job does not start. `insecure` is also for a collector of traces.
+# The keys with which a client connects to a daemon that an operator runs. They are refused if the job starts a daemon
+# of its own, except that `insecure` is also allowed for a collector of traces.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
-# The keys whose sections depend on their key `type`.
+# The sections of the config whose keys depend on their key `type`.
 _CHOICES = {
     "optimizer": TypedSection(names=OPTIMIZERS, why_refused=why_refused),
     "scheduler": TypedSection(names=SCHEDULES, why_refused=why_schedule_refused),
 }
 
-# A key of the whole config that begins with one of these is a comment, because JSON has no comments and DeepSpeed reads
-# no such key.
+# A top-level key of the config that begins with one of these strings is a comment, because JSON has no comments and
+# DeepSpeed reads no such key.
 _COMMENTS = ("_", "#", "//", "comment")
 
 
@@ -71,7 +73,7 @@ def load_config(
 
 
 def _with_canonical_type(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the name under which the store knows the optimizer."""
+    """Return the config with another name of its optimizer, such as "FusedAdam", replaced by the store's name."""
     section = raw.get("optimizer")
     if isinstance(section, Mapping) and isinstance(name := section.get("type"), str):
         return {**raw, "optimizer": {**section, "type": canonical_name(name)}}
@@ -132,7 +134,7 @@ def _check_precision(config: TrainingConfig) -> None:
 
 
 def _check_own_daemon(config: TrainingConfig) -> None:
-    """Check the keys about a daemon that the job starts. It can raise ConfigError."""
+    """Check that the config fits a daemon that the job itself starts. It can raise ConfigError."""
     paths = config.nvme_paths()
     if len(set(paths.values())) > 1 and config.paramserver.state_dir is None:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())

@@ -1,4 +1,4 @@
-"""The lines of the log about a config: which keys have no effect, which one is missing, and what "auto" became.
+"""The lines of the log about a config: keys without effect, a missing `gradient_clipping`, and what "auto" became.
 
 This module owns the words of these lines. It must never change a value.
 """
@@ -15,7 +15,8 @@ from trainer_client.base.standing import WithoutEffect
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
 
-# The first stage at which a rank does not keep the state whole on its device.
+# For each offload section of the config, the lowest stage of ZeRO at which it has an effect. At lower stages, each rank
+# keeps all parameters (`offload_param`) or all optimizer states (`offload_optimizer`) on its device.
 _OFFLOAD_STAGES = {"zero_optimization.offload_param": 3, "zero_optimization.offload_optimizer": 1}
 
 _NOT_MOVED = "no boundaries are moved, because activation_checkpointing.cpu_checkpointing is false"
@@ -27,7 +28,7 @@ def keys_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> d
 
 
 def describe_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> str | None:
-    """Return the line for the log, in which keys with the same reason are together; None if every key has an effect."""
+    """Return the line for the log that lists the keys without effect, grouped by reason; None if there are none."""
     by_reason: dict[str, list[str]] = {}
     for key, why in keys_without_effect(config, environ).items():
         by_reason.setdefault(why, []).append(key)
@@ -65,7 +66,10 @@ def describe_automatic(config: TrainingConfig, batch: BatchSizes) -> str | None:
 
 
 def _marked(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys whose annotation says that they have no effect."""
+    """Yield the keys with a mark `WithoutEffect` that are set to another value than their default.
+
+    Each key is yielded as its dotted name and the mark's reason.
+    """
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
         if mark := mark_of(field, WithoutEffect):
@@ -80,7 +84,10 @@ def _is_switched_off(value: Any) -> bool:
 
 
 def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that have no effect because of other keys of this config, or of the device of the ranks."""
+    """Yield the keys that have no effect because of other keys of this config, or of the device of the ranks.
+
+    Each key is yielded as its dotted name and the reason.
+    """
     stage = config.zero_optimization.stage
     if config.paramserver.gpu_budget:
         if stage < 3:
@@ -103,7 +110,10 @@ def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iter
 
 
 def _about_boundaries(config: TrainingConfig) -> Iterator[tuple[str, str]]:
-    """Yield the keys about boundaries that are moved, in a config that moves none."""
+    """Yield the set keys about boundaries of activation checkpoints in the store, if this config moves none there.
+
+    Each key is yielded as its dotted name and this reason.
+    """
     for name in ("synchronize_checkpoint_boundary", "profile"):
         if getattr(config.activation_checkpointing, name):
             yield f"activation_checkpointing.{name}", _NOT_MOVED

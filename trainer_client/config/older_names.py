@@ -1,6 +1,6 @@
 """The older names and forms of DeepSpeed's keys, which are read as the keys of today.
 
-This module owns the list of them and the conversion of a raw config. It must never judge a value: the sections do.
+This module owns the list of them and the conversion of a raw config. It must never check a value: the sections do.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class OlderName:
 
     @property
     def path(self) -> str:
-        """The older key in full."""
+        """The dotted name of the older key."""
         return f"{self.section}.{self.name}" if self.section else self.name
 
     @property
     def path_instead(self) -> str:
-        """The key of today in full."""
+        """The dotted name of the key that replaces the older one."""
         return f"{self.section}.{self.instead}" if self.section else self.instead
 
 
-# DeepSpeed accepts these keys of stage 3 without their prefix, too.
+# The keys of ZeRO stage 3 that DeepSpeed also accepts without their prefix `stage3_`.
 _STAGE_3 = (
     "prefetch_bucket_size",
     "param_persistence_threshold",

@@ -31,7 +31,7 @@ from trainer_client.config.home import Home
 from trainer_client.config.tiling import TilingSection
 from trainer_client.config.zero import Fraction
 
-# The config may write "nvme" instead of {"nvme": 1.0}.
+# The shares of a kind of tensor in each home. The config may write "nvme" instead of {"nvme": 1.0}.
 HomeShares = Annotated[dict[Home, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
 
 
@@ -121,8 +121,8 @@ class DataSection(Section):
 
     seed: NonNegativeInt = Field(default=0, description="of the order of `training_data`")
     shuffle: bool = Field(default=True, description="false: in the order of the dataset")
-    # The value may differ between ranks, because nodes have different processors and the order of the samples does not
-    # depend on workers.
+    # Ranks may have different numbers of data-loading workers, because nodes have different processors and the order of
+    # the samples does not depend on the number of workers.
     workers: Annotated[NonNegativeInt, Agreement.NONE] = Field(default=0, description="processes that load ahead")
 
 
@@ -171,7 +171,7 @@ class InferenceSection(Section):
     step: NonNegativeInt | None = Field(
         default=None, description="the committed step whose weights are used; null: the newest one"
     )
-    # The value may differ between ranks, because nodes have different stores.
+    # Ranks may have different values of `host_bytes`, because nodes have different stores.
     host_bytes: Annotated[Size | None, Agreement.NONE] = Field(
         default=None,
         description="most bytes of the store's host memory that the weights in use may take; null: 13/16 of the budget "
@@ -200,17 +200,18 @@ class ReplicaSection(Section):
 
 
 class ParamserverSection(Section):
-    """The store and how the job uses it."""
+    """The section `paramserver` of the training config: this library's own keys, beside those of DeepSpeed."""
 
-    # Ranks may have different indexes; that all have one kind of device is compared by the kind that was chosen.
+    # Ranks may have different device indexes in `device`. The ranks compare only the kinds of devices that they have
+    # chosen, which must be the same.
     device: Annotated[str, AfterValidator(check_setting), Agreement.NONE] = Field(
         default=AUTO,
         description="`auto`, `cpu`, or a kind of accelerator without or with its index, as `cuda` or `cuda:1`: the "
         "device of each rank; see [Device](#device)",
     )
-    # Ranks may have different addresses, because each node has a daemon of its own, or several. The ranks only compare
-    # whether there is an address: see `TrainingConfig.daemon_values`. Credentials belong to the address, and the
-    # contents of their files must not leave the rank.
+    # Ranks may have different daemon addresses, because each node has a daemon of its own, or several. The ranks
+    # compare only whether there is an address: see `TrainingConfig.daemon_values`. Credentials are not compared,
+    # because they belong to the address, and the contents of their files must not leave the rank.
     address: Annotated[str | None, Agreement.NONE] = Field(
         default=None,
         description="`unix:/path/paramserver.sock` or `host:port` of a running daemon; null: `$PARAMSERVER_ADDRESS`, "
@@ -234,7 +235,8 @@ class ParamserverSection(Section):
         description="addresses of further stores that have parts of the job and no rank of this run; the run only "
         "reads them: [resume](resume.md)",
     )
-    # As with `nvme_path`, the ranks compare the directory that is derived from this path.
+    # `state_dir` is not compared between ranks, like `nvme_path`. The ranks compare the state directory that is derived
+    # from both keys.
     state_dir: Annotated[Place | None, Agreement.NONE] = Field(
         default=None,
         description="directory of the job's own daemon, with a [path](daemon.md#configuration) of at most 489 bytes, "
@@ -275,7 +277,7 @@ class ParamserverSection(Section):
         "beside the host; `auto`: where that is possible, with one warning where it fails; true: a rank without a CUDA "
         "device is an error: [performance](performance.md#gpus)",
     )
-    # The value may differ between ranks, because their devices may have different memory.
+    # Ranks may have different values of `gpu_budget`, because their devices may have different memory.
     gpu_budget: Annotated[Size, Agreement.NONE] = Field(
         default=ByteSize(0),
         description="memory of each rank's GPU in which the store keeps parameters that are needed again before an "
@@ -331,10 +333,10 @@ class ParamserverSection(Section):
         "between backward and step; see [engine](engine.md#early-updates)",
     )
     inference: InferenceSection = Field(default=InferenceSection(), description="an engine without an optimizer")
-    # The value may differ between ranks, because each rank writes its own trace.
+    # Ranks may have different `trace` sections, because each rank writes its own trace.
     trace: Annotated[TraceSection | None, Agreement.NONE] = Field(default=None, description="a trace of some steps")
-    # The value may differ between ranks, because each rank sends its own spans, and nodes may have collectors of their
-    # own.
+    # Ranks may have different `telemetry` sections, because each rank sends its own spans, and nodes may have
+    # collectors of their own.
     telemetry: Annotated[TelemetrySection | None, Agreement.NONE] = Field(
         default=None, description="traces of steps for an OpenTelemetry collector"
     )
@@ -377,7 +379,7 @@ class ParamserverSection(Section):
 
 
 def configured_device_kind(raw: Mapping[str, Any]) -> str:
-    """Return the kind of device that a config means by `paramserver.device` on this machine, before it is read as one.
+    """Return the kind of device that `paramserver.device` means on this machine, for a config that is not parsed yet.
 
     Raises:
         ConfigError: torch finds no device of this kind.

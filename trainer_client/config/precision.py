@@ -28,20 +28,21 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# DeepSpeed's default of torch_autocast.lower_precision_safe_modules.
+# The default of the key torch_autocast.lower_precision_safe_modules in DeepSpeed: the modules that autocast computes in
+# the lower precision.
 _LINEAR_AND_CONVOLUTIONAL = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 
 
 @with_rows("bf16")
 class Bf16Section(Section):
-    """Training with parameters in bf16."""
+    """The section `bf16`: whether the model's parameters and gradients are in bf16, with fp32 master weights."""
 
     enabled: bool = Field(default=False, description="compute in bf16 with fp32 master weights")
 
 
 @with_rows("fp16")
 class Fp16Section(Section):
-    """DeepSpeed's loss scaling. A `loss_scale` of 0 chooses dynamic scaling."""
+    """The section `fp16`: training in fp16 with DeepSpeed's loss scaling. A `loss_scale` of 0 chooses a dynamic one."""
 
     enabled: bool = Field(default=False, description="compute in fp16 with fp32 master weights")
     loss_scale: Annotated[NonNegativeFloat, BeforeValidator(_finite)] = Field(default=0.0, description="0: dynamic")
@@ -74,7 +75,7 @@ class Fp16Section(Section):
 
 
 class TorchAutocastSection(Section):
-    """The forward pass under `torch.autocast`. Parameters keep their dtype, and torch casts them where it computes.
+    """The section `torch_autocast`: the forward runs under `torch.autocast`, and parameters keep their dtype.
 
     In fp16 the loss is scaled as torch's GradScaler scales it.
     """
@@ -98,7 +99,7 @@ class TorchAutocastSection(Section):
 
 @with_rows("data_types")
 class DataTypesSection(Section):
-    """The types of accumulated data.
+    """The section `data_types`: the dtype in which gradients are added up, and that of the model's buffers.
 
     `grad_accum_dtype` is the type of gradients between two micro-batches; null stands for the parameter's type.
     """

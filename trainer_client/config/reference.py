@@ -28,7 +28,7 @@ from trainer_client.optimizers.registry import OPTIMIZERS
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# The most types of a section that a row names.
+# A row of the page of keys lists the types of a section only if there are at most this many.
 _NAMED_TYPES = 6
 
 
@@ -50,17 +50,17 @@ class KeyEntry:
 
     @property
     def without_effect(self) -> WithoutEffect | None:
-        """The mark of a key without effect."""
+        """The mark that says why the key has no effect; None if it has one."""
         return mark_of(self.field, WithoutEffect)
 
     @property
     def refused(self) -> Refused | None:
-        """The mark of a key that is refused."""
+        """The mark that says why the key is refused; None if it is not."""
         return mark_of(self.field, Refused)
 
     @property
     def keys(self) -> int:
-        """The number of keys that the entry stands for."""
+        """The number of keys that the entry stands for: those of a section with one mark, or 1."""
         return len(self.inner) or 1
 
 
@@ -82,7 +82,7 @@ def entries(model: type[Section] = TrainingConfig) -> list[KeyEntry]:
 
 
 def count_keys(found: Iterable[KeyEntry]) -> int:
-    """Return the number of different dotted names."""
+    """Return how many keys the entries stand for. A dotted name that several entries have is counted once."""
     return len({f"{entry.path}.{key}" for entry in found for key in entry.inner or ("",)})
 
 
@@ -119,7 +119,7 @@ def generated_parts() -> dict[str, str]:
 
 
 def render(page: str) -> str:
-    """Return the page with its generated parts made anew."""
+    """Return the text `page` of docs/config.md, with each generated part replaced by a new one."""
     parts = generated_parts()
     return _PART.sub(lambda match: f"{match[1]}\n{parts[match[2]]}\n{match[3]}", page)
 
@@ -157,7 +157,7 @@ def _walk(model: type[Section], prefix: str = "", types: tuple[str, ...] = ()) -
 
 
 def _meaning(entry: KeyEntry) -> str:
-    """Return the description of a key, with the types that have it and the keys of a section."""
+    """Return the text for a key in the page's table: its description, for which `type` it exists, and inner keys."""
     text = entry.field.description or ""
     if entry.inner:
         text += f" ({', '.join(_code(key) for key in entry.inner)})"
@@ -170,7 +170,7 @@ def _meaning(entry: KeyEntry) -> str:
 
 
 def _all_types(path: str) -> set[str]:
-    """Return the values that `type` may have in the section of the whole config that has a key."""
+    """Return all values that the key `type` may have in the section of the config that has the key at `path`."""
     field = TrainingConfig.model_fields[path.partition(".")[0]]
     return {
         name for section in sections_in(field.annotation) for name in get_args(section.model_fields["type"].annotation)
@@ -178,7 +178,7 @@ def _all_types(path: str) -> set[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    """Return the default of a key as the config would have it; "" for a required key, "off" for a section."""
+    """Return the text for a key's default in the page's table: "" for a required key, "off" for a section."""
     if field.is_required():
         return ""
     if isinstance(field.default, Section):
@@ -187,7 +187,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as JSON, with large numbers and sizes in a short form."""
+    """Return a value of the config as JSON for the page's table, with large numbers and sizes in a short form."""
     if isinstance(value, ByteSize):
         return json.dumps(value.human_readable().replace(".0", ""))
     if isinstance(value, tuple):

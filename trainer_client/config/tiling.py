@@ -9,7 +9,8 @@ from pydantic import Field, PositiveInt, model_validator
 from paramserver.contract.sizes import Size
 from trainer_client.base.section import Section
 
-# A tile of fewer bytes would cost more requests than it saves memory.
+# The smallest size of a tile that the config may set. A tile of fewer bytes would cost more requests than it saves
+# memory.
 LEAST_TILE_BYTES = 4096
 
 

@@ -1,8 +1,9 @@
 """The keys at the top of a config that are no keys of this library: dotted ones, and those that no program reads.
 
 Programs such as TRL write "zero_optimization.reduce_bucket_size" at the top level, and many public configs have keys of
-their own beside DeepSpeed's. DeepSpeed ignores both there, while it refuses unknown keys within its sections. This
-module owns what becomes of them here. It must never drop a key whose name is near that of a known one.
+their own beside DeepSpeed's. DeepSpeed ignores both at the top level, while it refuses unknown keys within its
+sections. This module decides what this library does with both. It must never drop a key whose name is near that of a
+known one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from trainer_client.config.keys import all_paths, section_at
 from trainer_client.config.older_names import OLDER_NAMES
 from trainer_client.errors import ConfigError
 
-# Two names that are as alike as this, in [0, 1], are taken for one name, mistyped. In the public configs of tests/data,
-# keys of 0.72 and less were the projects' own, and those of 0.87 and more were meant for DeepSpeed.
+# An unknown top-level key counts as a mistyped known key if their similarity, in [0, 1], is at least this. In the
+# public configs of tests/data, keys with a similarity of 0.72 and less were the projects' own, and those of 0.87 and
+# more were meant for DeepSpeed.
 _ALIKE = 0.75
-# Keys of other programs that mean a known key of another name.
+# Top-level keys that other programs use, and the key of this config that each means.
 _MEANT = {
     "max_grad_norm": "gradient_clipping",
     "clip_grad_norm": "gradient_clipping",
@@ -53,7 +55,7 @@ def with_sections(raw: Mapping[str, Any], model: type[Section]) -> tuple[dict[st
                     f"{path} = {value!r} is refused: {name} = {section!r} is no section; write {name} as a dict with "
                     "this key in it"
                 )
-            # The caller's own dicts stay as they are.
+            # The user's section is copied before keys are added to it, so that the caller's own dict does not change.
             inner[name] = dict(section)
             inner = inner[name]
         if inner.setdefault(key, value) != value:
@@ -73,7 +75,8 @@ def without_unknown(config: Mapping[str, Any], model: type[Section]) -> tuple[di
 def meant(key: str, model: type[Section]) -> str | None:
     """Return the known key that an unknown key at the top of the config probably means; None if there is none.
 
-    It is the key of one section, or the key at the top with the most similar name.
+    The result is the dotted name of the only section's key of this name, or the key at the top with the most similar
+    name.
     """
     if key in _MEANT:
         return _MEANT[key]
@@ -85,7 +88,7 @@ def meant(key: str, model: type[Section]) -> str | None:
 
 
 def _is_dotted(key: str, raw: Mapping[str, Any], model: type[Section]) -> bool:
-    """Return whether a key at the top names a key of a section."""
+    """Return whether a key at the top of the config is a dotted name, "a.b", that means key b of section a."""
     *names, _ = key.split(".")
     if not names:
         return False

@@ -67,7 +67,7 @@ class DeepSpeedKeys(BatchKeys):
     )
     data_types: DataTypesSection = Field(default=DataTypesSection(), description="types of accumulated data")
     zero_optimization: ZeroSection = Field(default=ZeroSection(), description="ZeRO")
-    # The value may differ between ranks, because only rank 0 prints.
+    # Ranks may have different values of `steps_per_print`, because only rank 0 prints.
     steps_per_print: Annotated[PositiveInt | None, Agreement.NONE, BeforeValidator(_never_if_infinite)] = Field(
         default=10,
         description="steps between log lines, which say what the [step cost](performance.md); null or infinite: none",
@@ -85,11 +85,12 @@ class DeepSpeedKeys(BatchKeys):
 
 
 class TrainingConfig(DeepSpeedKeys):
-    """The whole config.
+    """The whole training config, as `load_config` returns it after all checks.
 
     Attributes:
         automatic: the dotted names of the honoured keys that were "auto" in the config that was read.
-        ignored: the keys at the top of the config that was read which are no keys of this class, with the reason.
+        ignored: the keys at the top of the config that was read which are no keys of this class, with the reason why
+            each has no effect.
     """
 
     optimizer: AnyOptimizerSection | None = Field(
@@ -111,7 +112,7 @@ class TrainingConfig(DeepSpeedKeys):
         return self._automatic
 
     def note_automatic(self, paths: tuple[str, ...]) -> None:
-        """Store the names of the keys that were "auto". The reader of the config calls this once."""
+        """Set the attribute `automatic` to `paths`. `load_config` calls this once."""
         self._automatic = paths
 
     @property
@@ -120,7 +121,7 @@ class TrainingConfig(DeepSpeedKeys):
         return self._ignored
 
     def note_ignored(self, keys: Mapping[str, str]) -> None:
-        """Store the keys that were read and have no effect. The reader of the config calls this once."""
+        """Set the attribute `ignored` to `keys`. `load_config` calls this once."""
         self._ignored = keys
 
     def value_at(self, path: str) -> Any:
@@ -132,7 +133,7 @@ class TrainingConfig(DeepSpeedKeys):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether boundaries of activation checkpoints go to the store."""
+        """Whether the config asks the engine to move the boundaries of activation checkpoints to the store."""
         offload = self.paramserver.activations.offload
         return self.activation_checkpointing.cpu_checkpointing if offload is None else offload
 
@@ -171,13 +172,13 @@ class TrainingConfig(DeepSpeedKeys):
         return self.paramserver.state_dir or nvme_path or Path(DEFAULT_STATE_DIR)
 
     def offloads(self) -> dict[str, OffloadSection]:
-        """Return the sections of offloads that are given, by dotted name."""
+        """Return the sections `offload_param` and `offload_optimizer` that the config has, by dotted name."""
         zero = self.zero_optimization
         sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
         return {f"zero_optimization.{name}": section for name, section in sections.items() if section is not None}
 
     def nvme_paths(self) -> dict[str, Path]:
-        """Return the `nvme_path` keys of sections whose device is NVMe, with their paths."""
+        """Return the path in `nvme_path` of each offload section whose device is NVMe, by the key's dotted name."""
         return {
             f"{name}.nvme_path": section.nvme_path
             for name, section in self.offloads().items()

@@ -14,10 +14,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class OffloadSection(Section):
-    """The offload of one kind of state, to host memory ("cpu") or NVMe."""
+    """The base of the sections that offload parameters or optimizer states to host memory ("cpu") or NVMe."""
 
     device: Literal["none", "cpu", "nvme"] = Field(default="none", description="`none`, `cpu` or `nvme`")
-    # The ranks do not compare this path. They compare the state directory that is derived from it: see
+    # `nvme_path` is not compared between ranks. The ranks compare the state directory that is derived from it: see
     # `TrainingConfig.daemon_values`.
     nvme_path: Annotated[Place | None, Agreement.NONE] = Field(
         default=None,
@@ -27,12 +27,15 @@ class OffloadSection(Section):
 
 @with_rows("zero_optimization.offload_param")
 class OffloadParamSection(OffloadSection):
-    """The offload of parameters."""
+    """The section `zero_optimization.offload_param`: where parameters are kept while they are not gathered."""
 
 
 @with_rows("zero_optimization.offload_optimizer")
 class OffloadOptimizerSection(OffloadSection):
-    """The offload of optimizer states. The part `ratio` is offloaded, and the rest stays on the device."""
+    """The section `zero_optimization.offload_optimizer`: where optimizer states are kept between updates.
+
+    The fraction `ratio` of the states is offloaded, and the rest stays on the device.
+    """
 
     ratio: Fraction = Field(default=1.0, description="the part that is offloaded; the rest stays on the device")
 
@@ -51,7 +54,7 @@ Names = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class LeafModuleSection(Section):
-    """The modules that are gathered as a whole at stage 3."""
+    """The section that names modules which are gathered as a whole, with all their submodules, at stage 3."""
 
     classes: Names = Field(
         default=[],
@@ -63,7 +66,7 @@ class LeafModuleSection(Section):
 
 @with_rows("zero_optimization")
 class ZeroSection(Section):
-    """DeepSpeed's ZeRO.
+    """The section `zero_optimization`: the stage of DeepSpeed's ZeRO, and what is offloaded.
 
     Parameters and optimizer states without an offload section, or with the device "none", stay on the trainer's device.
     """

@@ -7,10 +7,10 @@ DEST/shards/NAME              the compact form of one slab, or a client state
 ```
 
 A manifest names each slab's file with its size and its digest. A second backup writes the slabs that have changed, and
-names the files of the first one for the others, once it has read and verified them. Where such a file is damaged, the
-slab has the right bytes, so it is written anew, under the same name, for all backups that name it. Otherwise nothing is
-written into a file that a manifest names. This module must never take a directory for a backup that is none, and must
-never give out bytes that are not those of their digest.
+names the files of the first backup for the unchanged slabs, once it has read and verified these files. If such a file
+is damaged, the daemon still has the right bytes, so the file is written anew under the same name, and all backups that
+name it are whole again. Any other file that a manifest names is never written again. This module must never write into
+a directory that is not a backup, and must never return bytes that do not match their digest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FILE_NAME = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredBytes:
-    """Bytes in a file of the backup: the file's name, the size, and the XXH3-128 in hexadecimal digits."""
+    """An entry of a manifest: the name and size of a file, and the XXH3-128 of its bytes in hexadecimal digits."""
 
     file: str
     size_bytes: int
@@ -57,7 +57,7 @@ class _StoredBytes:
 
     @classmethod
     def from_json(cls, value: Any) -> _StoredBytes:
-        """Return the value that `to_json` made. Raise ValueError for any other."""
+        """Return the entry that `to_json` has made the list `value` of. Raise ValueError for any other value."""
         file, size_bytes, digest = value
         if not (_FILE_NAME.fullmatch(file) and _FILE_NAME.fullmatch(digest) and isinstance(size_bytes, int)):
             raise ValueError(f"{value} names no bytes")
@@ -66,13 +66,13 @@ class _StoredBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """One backup of a step.
+    """The manifest of one backup: the step, and the files that have its bytes.
 
     Attributes:
         number: the number of this backup; a later one has a higher number.
-        step: the step that was backed up, without its client states.
+        step: the description of the step that was backed up, without its client states.
         made_at_unix_seconds: the time at which the backup was made.
-        slabs: the file with the bytes of each slab, without slabs that were never written or have no elements.
+        slabs: the file with the bytes of each slab. Slabs that were never written or have no elements have no file.
         states: the file with the client state of each rank.
     """
 
@@ -91,7 +91,7 @@ class _Manifest:
         return [*self.slabs.values(), *self.states.values()]
 
     def to_text(self) -> str:
-        """Return the manifest as a line of JSON and a line with its digest."""
+        """Return the text of the manifest's file: a line of JSON, and a line with the digest of the first line."""
         groups: dict[str, pb.DescribeStepResponse.StoredGroup] = {}
         for slab in self.step.slabs.values():
             group = groups.setdefault(slab.group.name, pb.DescribeStepResponse.StoredGroup(group=slab.group))
@@ -112,7 +112,11 @@ class _Manifest:
 
     @classmethod
     def from_text(cls, place: str, text: bytes) -> _Manifest:
-        """Return the manifest that `to_text` made. It can raise BackupError; `place` is its file, for the error."""
+        """Return the manifest that a file has as `text`.
+
+        Raises:
+            BackupError: the text is damaged, or of another version. The message names the file as `place`.
+        """
         line, _, rest = text.partition(b"\n")
         if rest.strip().decode(errors="replace") != _digest_of(line):
             raise BackupError(
@@ -142,7 +146,7 @@ class _Manifest:
         return manifest
 
     def _check(self, place: str) -> None:
-        """Check that exactly the slabs that were written have bytes, of their size. It can raise BackupError."""
+        """Raise BackupError unless exactly the slabs that a step has written have a file, and of the right size."""
         sizes = {key: slab.size_bytes for key, slab in self.step.slabs.items() if slab.version is not None}
         if {key: size for key, size in sizes.items() if size} != {k: s.size_bytes for k, s in self.slabs.items()}:
             raise BackupError(f"{place} is no manifest of a backup: its files are not those of its slabs")
@@ -159,10 +163,10 @@ class BackupResult:
         job: the name of the job.
         step: the number of the step.
         total_bytes: the bytes of the whole step.
-        written_bytes: the bytes that were written; the backup had the others already.
+        written_bytes: the bytes of slabs that were written. The backup already had the bytes of all other slabs.
         written_slabs: the number of slabs (kinds of groups) that were written.
-        repaired_slabs: how many of them had not changed, and were damaged or missing in the backup. The former backups
-            that share them are whole again, too.
+        repaired_slabs: how many of the written slabs had not changed, but were damaged or missing in the backup. Former
+            backups that share these slabs are whole again, too.
         steps: the steps that the backup has now, oldest backup first.
         seconds: the duration of the backup.
     """
@@ -188,9 +192,10 @@ def back_up(
     keep_last: int | None = None,
     on_progress: Callable[[CopyProgress], None] = lambda _: None,
 ) -> BackupResult:
-    """Write a committed step of a job into a backup, which is made if there is none.
+    """Write a committed step of a job into a backup. If the destination has no backup yet, it is made.
 
-    Until the end the backup has the steps that it had before; a failure leaves only files that the next backup removes.
+    Until the new manifest is written, the backup has exactly the steps that it had before. A failure leaves only files
+    that no manifest names, and the next backup removes them.
 
     Args:
         origin: the daemon that has the step. It holds the step until the backup is complete.
@@ -228,7 +233,8 @@ class _Writing:
             label = {"format": _FORMAT, "version": _VERSION, "job": self._step.step.job}
             self._files.write(_LABEL, [json.dumps(label).encode()])
         latest = _read(self._files, former[-1]) if former else None
-        # These manifests are read before anything is written, so that a damaged one leaves the backup as it is.
+        # The manifests of the backups that stay are read before anything is written. So if one is damaged, the error
+        # comes before the backup has changed.
         kept = self._kept(former, keep_last)
         unchanged = {} if latest is None else self._unchanged(latest)
         slabs = {key: stored for key, stored in unchanged.items() if self._is_whole(stored)}
@@ -267,11 +273,11 @@ class _Writing:
         )
 
     def _unchanged(self, latest: _Manifest) -> dict[SlabKey, _StoredBytes]:
-        """Return the file of each slab that has not changed since the latest step of the backup."""
+        """Return, for each slab that has not changed since the newest backup, the file that has its bytes."""
         if not self._step.has_groups_of(latest.step):
             return {}
-        # Only slabs with the same version number can be unchanged. After a roll-back equal numbers may name other
-        # bytes, so their digests are compared.
+        # Only slabs with the same version can be unchanged. After a roll-back the same version number may name other
+        # bytes, so the digests are compared, too.
         candidates = [
             slab
             for key, slab in self._step.slabs.items()
@@ -285,7 +291,7 @@ class _Writing:
         }
 
     def _is_whole(self, stored: _StoredBytes) -> bool:
-        """Return whether the bytes of a file are those that were written."""
+        """Read a file, and return whether its bytes match the digest in the manifest."""
         try:
             for part in _parts(self._files, stored, ""):
                 self._report(part.numel())
@@ -296,7 +302,7 @@ class _Writing:
     def _write(
         self, parts: Iterator[memoryview] | list[memoryview], *, name: str | None = None, count: bool = True
     ) -> _StoredBytes:
-        """Write the bytes into a new file, or in the place of that of a name, and return the file's record."""
+        """Write the bytes into the file called `name`, or else into a new file, and return the file's record."""
         name, digest, size = name or secrets.token_hex(16), xxhash.xxh3_128(), 0
 
         def counted() -> Iterator[memoryview]:
@@ -311,7 +317,11 @@ class _Writing:
         return _StoredBytes(file=name, size_bytes=size, digest=digest.hexdigest())
 
     def _kept(self, former: Sequence[str], keep_last: int | None) -> dict[str, _Manifest]:
-        """Return the former backups that stay beside the new one; a backup of the same commit does not stay."""
+        """Return the former backups that stay beside the new one.
+
+        At most `keep_last` - 1 of them stay. A former backup of the same commit does not stay, because the new one
+        replaces it.
+        """
         kept: dict[str, _Manifest] = {}
         for name in reversed(former):
             if keep_last is not None and len(kept) + 1 >= keep_last:
@@ -322,7 +332,7 @@ class _Writing:
         return kept
 
     def _prune(self, kept: Mapping[str, _Manifest]) -> None:
-        """Remove the other backups, and files without a manifest."""
+        """Remove all manifests except those in `kept`, and the files that none of these names."""
         for name in _manifests(self._files):
             if name not in kept:
                 self._files.remove(name)
@@ -336,13 +346,14 @@ class _Writing:
 
 
 class BackupStep:
-    """A step of a backup, which implements StepSource."""
+    """A step in a backup, from which `put_step` restores it into a daemon; it implements StepSource."""
 
     def __init__(self, place: str, job: str, step: int | None = None) -> None:
-        """Open the newest backup or, if `step` is given, the newest backup of this step.
+        """Open the newest backup in `place` or, if `step` is given, the newest backup of this step.
 
         Raises:
-            BackupError: there is no backup, it does not have the step, or files of it are missing, cut off or damaged.
+            BackupError: there is no backup, the backup does not have the step, or its files are missing, cut off or
+                damaged.
             ConfigError: fsspec cannot use the URL.
         """
         self._files = open_files(place)
@@ -380,7 +391,7 @@ class BackupStep:
                 raise BackupError(f"the backup {self.name} is incomplete: {_SHARDS}/{stored.file} {state}")
 
     def digests(self, slabs: Sequence[StoredSlab]) -> list[bytes]:
-        """Return the digests that the manifest has; see StepSource. `read` compares the bytes with them."""
+        """Return the digests in the manifest; see StepSource. `read` compares the files' bytes with these digests."""
         empty = xxhash.xxh3_128().digest()
         return [
             b""
@@ -399,7 +410,12 @@ class BackupStep:
 
 
 def _parts(files: BackupFiles, stored: _StoredBytes, what: str) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a file, in parts. Raise BackupError at its end if they do not match its digest."""
+    """Yield the bytes of a backup's file in parts; `what` names the file in messages.
+
+    Raises:
+        BackupError: the file is missing or damaged. If the bytes do not match the digest, the error comes before the
+            last part.
+    """
     digest, size = xxhash.xxh3_128(), 0
     with files.open(f"{_SHARDS}/{stored.file}") as file:
         while part := file.read(min(PART_BYTES, stored.size_bytes - size)):
@@ -416,12 +432,13 @@ def _parts(files: BackupFiles, stored: _StoredBytes, what: str) -> Iterator[torc
 
 
 def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
-    """Check that a directory is a backup of a job, or that there is nothing in it unless it must exist.
+    """Check that a directory is a backup of a job or, unless the backup must exist, that the directory is empty.
 
     Raises:
         BackupError: the directory is another job's backup, has other files, or must be a backup and is not.
     """
-    # Hidden files are the lock, and files that a killed program left before it had written the label.
+    # A directory with hidden files alone counts as empty. They are the lock, and files that a killed backup left before
+    # it had written the label.
     names = [name for name in files.sizes("") if not name.startswith(".")]
     if _LABEL not in names:
         if must_exist or names:
@@ -439,7 +456,7 @@ def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
 
 
 def _manifests(files: BackupFiles) -> list[str]:
-    """Return the names of the manifests, oldest backup first."""
+    """Return the names of the manifests of all backups in the directory, oldest backup first."""
     names = [name for name in files.sizes(_STEPS) if _MANIFEST_NAME.fullmatch(name)]
     return [f"{_STEPS}/{name}" for name in sorted(names, key=_number_of)]
 

@@ -1,7 +1,7 @@
 """The files of a backup, in a local directory or behind a URL that fsspec knows.
 
-A local file has its name only once it is complete and synced. A file behind a URL may be there in part, so the backup
-uses no file that no manifest names. This module must never touch a file outside of its directory.
+A local file gets its name when it is complete and synced. A file behind a URL may have its name before it is complete,
+so the backup uses only files that a manifest names. This module must never touch a file outside of its directory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from trainer_client.base.foreign.files import open_regular
 from trainer_client.errors import BackupError, ConfigError
 
 _LOCK = ".lock"
-# The most bytes of a manifest, which takes some hundred bytes for each slab.
+# The most bytes of a file that a backup reads at once as a whole, such as a manifest, which has some hundred bytes for
+# each slab.
 _MOST_BYTES = 1 << 30
 
 
 class BackupFiles(ABC):
-    """A directory with files, by names such as `shards/NAME`. Each method raises BackupError if the device fails.
+    """The files of a backup, by names such as `shards/NAME`. Each method raises BackupError if the device fails.
 
     Attributes:
         name: the directory, as the user has written it.
@@ -50,20 +51,20 @@ class BackupFiles(ABC):
 
     @abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes from writing the backup within the context, where the file system can.
+        """Keep other processes from writing the backup within the context, if the file system has locks.
 
         Raises:
-            BackupError: another process writes it.
+            BackupError: another process is writing the backup.
         """
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a file from its parts."""
+        """Write a file that has the parts one after another, and replace a file of the same name."""
         with self._failing("written"):
             self._write(name, parts)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a file for reading."""
+        """Open the file called `name` for reading, and close it at the end of the context."""
         with self._failing(f"read ({name})"), self._open(name) as file:
             yield file
 
@@ -76,12 +77,15 @@ class BackupFiles(ABC):
         return content
 
     def sizes(self, directory: str) -> dict[str, int]:
-        """Return the sizes of the files of a directory, by name; nothing if there is none. "" is the backup itself."""
+        """Return the sizes of the files in a directory, by name; "" is the backup's own directory.
+
+        If there is no such directory, the result is empty.
+        """
         with self._failing("read"):
             return self._sizes(directory)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove the file called `name` from the backup."""
         with self._failing("written"):
             self._remove(name)
 
@@ -155,7 +159,8 @@ class _RemoteFiles(BackupFiles):
 
     def _sizes(self, directory: str) -> dict[str, int]:
         path = self._path(directory) if directory else self._root
-        # fsspec may have cached a listing from before another file was written.
+        # fsspec may have cached a listing of the directory from before another file was written, so the cache is
+        # dropped.
         self._fs.invalidate_cache(path)
         try:
             listed: list[dict[str, Any]] = self._fs.ls(path, detail=True)
@@ -169,7 +174,7 @@ class _RemoteFiles(BackupFiles):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        # A file system behind a URL, such as an object store, has no locks.
+        # A file system behind a URL, such as an object store, has no locks. So nothing keeps two backups apart.
         yield
 
     def _path(self, name: str) -> str:

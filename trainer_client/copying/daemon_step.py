@@ -1,7 +1,7 @@
-"""A committed step of a daemon, held and read by a client that copies it. Training goes on meanwhile.
+"""A committed step in a daemon, which a client holds and reads to copy it, while training goes on.
 
-This module owns a reader in the store and the leases on the parts that are read next. It must never hold more than
-_PARTS_AHEAD parts, because each takes room in the store's host memory, and one in this process.
+This module owns a reader in the store and the leases on the parts that are read next. It must never hold leases on more
+than _PARTS_AHEAD parts, because each leased part takes room in the store's host memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from trainer_client.client.transport.channel import (
 from trainer_client.copying.description import PART_BYTES, StepDescription, StoredSlab, slabs_of
 
 _PARTS_AHEAD = 3
-# A part takes at most 1 / _ARENA_SHARE of the store's host memory.
+# A step's slabs are read in parts, of which each takes at most 1 / _ARENA_SHARE of the store's host memory.
 _ARENA_SHARE = 64
-# The most bytes of slabs in one request for digests. The store reads all of them before it answers, within the deadline
-# of one call.
+# The most bytes of slabs in one request for digests. The store reads all of these bytes before it answers, and has to
+# answer within the deadline of one call.
 _DIGESTED_AT_ONCE_BYTES = 256 << 20
 
 
 class DaemonStep:
-    """A step of a daemon's job, which implements StepSource. As a context manager it releases the step at its end."""
+    """A committed step in a daemon, from which it is copied or backed up; it implements StepSource.
+
+    The daemon holds the step until the context of this object ends, so the step cannot be deleted meanwhile.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,8 @@ class DaemonStep:
     ) -> None:
         """Open the step: the one named `kept`, or number `step`, or without both the newest one.
 
-        With `put_as` the description has this name of the job, so the step is put under it.
+        If `put_as` is given, the description has it as the name of the job, so a copy of the step gets this name in the
+        target.
 
         Raises:
             StoreNotFoundError: there is no such job, step or kept step.
@@ -71,7 +75,7 @@ class DaemonStep:
         self.close()
 
     def close(self) -> None:
-        """Release the step."""
+        """Close the reader, so that the daemon no longer holds the step."""
         self._reader.close()
 
     def _describe(self) -> StepDescription:
@@ -111,7 +115,7 @@ class DaemonStep:
     def read(self, slabs: Sequence[StoredSlab]) -> Iterator[tuple[StoredSlab, Iterator[torch.Tensor]]]:
         """Yield slabs with their parts; see StepSource.
 
-        While the caller uses a part, the store prepares the next ones.
+        While the caller uses a part, the store reads the next parts into its host memory.
         """
         part_bytes = self._reader.on_session(
             Call(None, CONTROL_DEADLINE_SECONDS),
@@ -128,7 +132,10 @@ def _new_call() -> Call:
 
 
 def _copied(session: StoreSession, call: Call, part: Batch, lease: pb.Lease) -> torch.Tensor:
-    """Return the bytes of the ranges one after another. In a lease each range begins at an aligned place."""
+    """Return the bytes of a leased part, without the gaps that the lease has between the part's ranges.
+
+    In a lease each range begins at an aligned place, so there may be gaps.
+    """
     data = torch.empty(lease.size_bytes, dtype=torch.uint8)
     session.copy_out(call, lease, data)
     if sum(one.nbytes for one in part.parts) == part.nbytes:
@@ -137,7 +144,7 @@ def _copied(session: StoreSession, call: Call, part: Batch, lease: pb.Lease) -> 
 
 
 def _parts_of(slab: StoredSlab, copies: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield those of the copies that are the slab's, which come next."""
+    """Yield the parts of a slab: take them from `copies`, the parts of all slabs, until the slab is complete."""
     left = slab.size_bytes
     while left:
         data = next(copies)
@@ -146,7 +153,7 @@ def _parts_of(slab: StoredSlab, copies: Iterator[torch.Tensor]) -> Iterator[torc
 
 
 def digest_batches(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
-    """Yield the slabs in batches that the store can digest within the deadline of one call."""
+    """Yield the slabs in batches whose digests the store can compute within the deadline of one call."""
     batch: list[StoredSlab] = []
     size = 0
     for slab in slabs:
@@ -160,7 +167,7 @@ def digest_batches(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
 
 
 def _cut(slab: StoredSlab, part_bytes: int) -> Iterator[TensorPart]:
-    """Yield the shards of a slab. A shard that is larger than a part is divided."""
+    """Yield the ranges of a slab that are leased: its shards, of which those above `part_bytes` are divided."""
     most = part_bytes // slab.dtype.itemsize
     for shard in slab.group.shards:
         for first in range(0, shard.numel, most):

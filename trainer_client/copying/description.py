@@ -1,8 +1,8 @@
-"""A committed step as it is copied: everything that its store knows of it, and the form in which its bytes travel.
+"""A committed step as it is copied: all that its store knows of the step, and the form in which its bytes travel.
 
-The bytes of a slab travel in *compact form*: the elements of the group's shards, by position, without the padding
-between them. The digest of a slab is the XXH3-128 of its compact form, so it is the same in every store and in a
-backup. This module owns no connection and no file.
+The bytes of a slab travel in *compact form*: the elements of the group's shards, in the order of their positions,
+without the padding between the shards. The digest of a slab is the XXH3-128 of its compact form, so it is the same in
+every store and in a backup. This module owns no connection and no file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from paramserver.contract import kinds
 from paramserver.contract.dtypes import TORCH_DTYPES
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# The name of a slab: its group's name and its kind.
+# The name of a slab: the name of its shard group and the number of its kind.
 SlabKey = tuple[str, int]
 
-# The most bytes that a copy holds of a slab at once, and the most zeros that it writes at once.
+# A slab is copied in parts of at most this size. Padding (zeros) is written in pieces of at most this size, too.
 PART_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSlab:
-    """One kind of a group at a step.
+    """A slab of a committed step that is copied: the bytes of one kind of one shard group.
 
     Attributes:
-        group: the group, with its shards by position.
+        group: the group, with its shards in the order of their positions.
         kind: the kind.
         dtype: the type of its elements.
-        version: the step that wrote the bytes. None: the bytes were never written, and are zeros.
+        version: the step that wrote the bytes. None: no step has written the slab, so its bytes are zeros.
     """
 
     group: pb.ShardGroup
@@ -43,12 +43,12 @@ class StoredSlab:
 
     @property
     def key(self) -> SlabKey:
-        """The slab's name within its job."""
+        """The slab's name within its job: the name of its group, and its kind."""
         return self.group.name, self.kind
 
     @cached_property
     def size_bytes(self) -> int:
-        """The size of the compact form."""
+        """The size of the slab's compact form."""
         return sum(shard.numel for shard in self.group.shards) * self.dtype.itemsize
 
     @property
@@ -57,7 +57,7 @@ class StoredSlab:
         return self.group.numel * self.dtype.itemsize
 
     def to_name(self) -> pb.SlabName:
-        """Return the slab's name as the store's calls take it."""
+        """Return the slab's name as a message, for the daemon's calls that take a slab."""
         return pb.SlabName(group=self.group.name, kind=self.kind)
 
     @cached_property
@@ -71,12 +71,12 @@ class StoredSlab:
         return spans
 
     def expand(self, parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the bytes of a lease on the slab, as (first byte, bytes), from the parts of the compact form.
+        """Yield the bytes for a lease on the slab, as (place of the first byte in the lease, bytes).
 
-        The padding between the shards, and behind the last one, is zeros.
+        The padding between the shards, and after the last shard, is filled with zeros.
 
         Args:
-            parts: the compact form, in order (uint8, on the CPU).
+            parts: the parts of the slab's compact form, in order (uint8, on the CPU).
         """
         at = compact = 0
         spans = iter(self._spans)
@@ -105,11 +105,11 @@ class StepDescription:
     """A committed step of a job, as one store has it: the shards of the ranks of the store's node.
 
     Attributes:
-        step: the message with job, step, layout, world size, durability, time of the commit, and the ranks with client
-            states.
+        step: the daemon's message with the job, the step's number, the layout, the world size, the durability, the time
+            of the commit, and the ranks that have a client state.
         parameters: all parameters of the model, in the model's order.
         slabs: the stored slabs by name.
-        client_states: the state that each rank of the node stored with the commit.
+        client_states: the client state that each rank of the node stored with the commit, by rank.
     """
 
     step: pb.DescribeStepResponse.StepOfJob
@@ -119,20 +119,20 @@ class StepDescription:
 
     @property
     def origin(self) -> str:
-        """A text that names the commit. Another commit of the same number, as after a roll-back, has another text."""
+        """A text that names the commit. After a roll-back, a new commit with the same number has another text."""
         return f"step {self.step.step} of {self.step.committed_at_unix_seconds!r}"
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all slabs that were written, in compact form."""
+        """The size of all slabs that a step has written, in compact form."""
         return sum(slab.size_bytes for slab in self.slabs.values() if slab.version is not None)
 
     def groups(self) -> list[pb.ShardGroup]:
-        """Return the groups, each once."""
+        """Return the shard groups of the step, each once although a group has several slabs."""
         return list({name: slab.group for (name, _), slab in self.slabs.items()}.values())
 
     def has_groups_of(self, other: StepDescription) -> bool:
-        """Return whether both have the same groups. The tiers of the groups may differ."""
+        """Return whether both steps have the same groups of the same shards. The groups' tiers may differ."""
         return self.slabs.keys() == other.slabs.keys() and all(
             _shape(slab.group) == _shape(other.slabs[key].group) for key, slab in self.slabs.items()
         )
@@ -144,7 +144,7 @@ def _shape(group: pb.ShardGroup) -> tuple[object, ...]:
 
 
 def slabs_of(stored: Iterable[pb.DescribeStepResponse.StoredGroup]) -> dict[SlabKey, StoredSlab]:
-    """Return the slabs of groups as a store describes them."""
+    """Return the slabs of the groups in a store's answers to DescribeStep, by name."""
     slabs: dict[SlabKey, StoredSlab] = {}
     for one in stored:
         dtypes = {spec.kind: TORCH_DTYPES[spec.dtype] for spec in one.group.kinds}
@@ -160,7 +160,7 @@ def slabs_of(stored: Iterable[pb.DescribeStepResponse.StoredGroup]) -> dict[Slab
 
 
 class StepSource(Protocol):
-    """The place from which a step is read: a daemon or a backup."""
+    """The interface of the places from which a step is copied: `DaemonStep` (a daemon) and `BackupStep` (a backup)."""
 
     @property
     def name(self) -> str:
@@ -168,17 +168,20 @@ class StepSource(Protocol):
 
     @property
     def description(self) -> StepDescription:
-        """The step."""
+        """All that the place knows of the step besides the bytes of its slabs: shards, versions, client states."""
 
     def digests(self, slabs: Sequence[StoredSlab]) -> list[bytes]:
-        """Return the digest of each slab; b"" for one that was never written.
+        """Return the digest of each slab's compact form; b"" for a slab that was never written.
 
         Raises:
             StoreError, BackupError: the bytes cannot be read, or are damaged.
         """
 
     def read(self, slabs: Sequence[StoredSlab]) -> Iterator[tuple[StoredSlab, Iterator[torch.Tensor]]]:
-        """Yield each slab with the parts of its compact form (uint8). Each slab's parts are taken before the next one.
+        """Yield each slab with an iterator over its bytes: the parts (uint8) of its compact form.
+
+        The caller must use up the parts of one slab before it asks for the next slab, because all iterators read from
+        one stream of bytes.
 
         Raises:
             StoreError, BackupError: the bytes cannot be read, or are damaged.

@@ -1,6 +1,6 @@
-"""The pace of a copy: a limit to the bytes that it sends in a second, so that it leaves the link to training.
+"""The pace of a copy: a limit to the bytes that it sends in a second, so that training has the rest of the link.
 
-This module owns the time at which the next bytes may go. It must never wait before a copy without a limit.
+This module owns the time at which the next bytes may be sent. It must never wait before a copy without a limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Pace:
-    """A limit to the rate of a copy. What was not sent in a pause cannot be sent faster afterwards."""
+    """Limits the bytes that a copy sends in a second. After a pause, the copy may not send faster to catch up."""
 
     def __init__(
         self,
@@ -19,14 +19,14 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare a pace; None means no limit. `clock` and `sleep` are those of the time that counts."""
+        """Prepare a pace; None means no limit. `clock` returns the time in seconds, and `sleep` waits for seconds."""
         self._bytes_a_second = bytes_a_second
         self._clock = clock
         self._sleep = sleep
         self._next_at = 0.0
 
     def wait(self, nbytes: int) -> None:
-        """Wait until `nbytes` may be sent: until those before them have had their time at the limit."""
+        """Wait until `nbytes` may be sent, which is when all earlier bytes could have been sent at the limit's rate."""
         if self._bytes_a_second is None:
             return
         now = self._clock()

@@ -1,9 +1,9 @@
 """The putting of a step, read from a daemon or a backup, into another daemon as the same step of the same job.
 
-The target has the whole step or nothing of it: its bytes are put by one run, whose ranks are those of the source, and
-are visible with its commit. Bytes that the target has already are not sent again. This module owns the sessions of the
-run. It must never commit before the target has read the bytes back, and must never change a step that the target has
-committed.
+The target has the whole step or nothing of it: one run, which has the ranks of the source, puts the step's bytes, and
+readers see them only after the run's commit. Bytes that the target has already are not sent again. This module owns the
+sessions of the run. It must never commit before the target has read the bytes back, and must never change a step that
+the target has committed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ from trainer_client.training.run.rolled_back import RollBacks
 
 log = logging.getLogger(__name__)
 
-# The most slabs that are filled or being published at the same time. Each takes room in the target's host memory.
+# The most slabs that a copy fills or publishes at the same time. Each of these slabs takes room in the target's host
+# memory.
 _SLABS_UNDER_WAY = 2
-# The most seconds for which the announcement of a copy is repeated, because the target's daemon may not have noticed
-# yet that the client of an interrupted copy is gone.
+# The announcement of a copy (BeginCopy) is repeated for at most _HAND_OVER_SECONDS, because the target's daemon refuses
+# it until it has noticed that the client of an interrupted copy is gone.
 _HAND_OVER_SECONDS = 2.0
 _HAND_OVER_LOOK_SECONDS = 0.5
-# The time for which a copy waits for a target's daemon that is lost, and the number of times that it begins anew.
+# If the target's daemon ends during a copy, the copy waits RESTART_SECONDS for another daemon and begins anew, at most
+# MOST_RESTARTS times.
 RESTART_SECONDS = 60.0
 MOST_RESTARTS = 5
-# The target's name for a layout without a name. Earlier versions made such layouts.
+# The name that the target gives to a layout that has no name in the source. Earlier versions made layouts without
+# names.
 _UNNAMED_LAYOUT = "copied"
 
 
@@ -70,8 +73,8 @@ class CopyResult:
         total_bytes: the bytes of the whole step.
         sent_bytes: the bytes that were sent.
         sent_slabs: the number of slabs (kinds of groups) that were sent.
-        same_bytes: the bytes that the target's last committed step had already.
-        resumed_bytes: the bytes that an interrupted copy of the same step had sent before.
+        same_bytes: the bytes that were not sent, because the target's last committed step already had them.
+        resumed_bytes: the bytes that were not sent, because an interrupted copy of the same step had sent them.
         durable: whether the step in the target survives kill -9 and power loss.
         seconds: the duration of the copy.
     """
@@ -97,8 +100,9 @@ def put_step(
     """Make the step that `source` has the newest step of the same job in another daemon, bit for bit.
 
     If a copy is interrupted (the process is killed, a connection is lost), the target's daemon keeps the bytes that it
-    has received for an hour, and the next copy of the same step sends only the others. After any other failure the
-    daemon discards them. A restart of the target's daemon frees what it was sent, and the copy begins anew then.
+    has received for an hour, and the next copy of the same step sends only the missing bytes. After any other failure
+    the daemon discards what it has received. If the target's daemon is restarted, it has freed what it has received,
+    and this function begins the copy anew.
 
     Args:
         source: the step. This function does not close it.
@@ -118,7 +122,8 @@ def put_step(
             with run:
                 return run.put(source, on_progress=on_progress)
         except StoreError:
-            # The next daemon does not know the sessions of the copy, so the error depends on when the daemon was lost.
+            # A daemon that was restarted does not know the sessions of the copy. Which StoreError this causes depends
+            # on the call that was under way, so any StoreError leads to the check for a restart.
             if begun > MOST_RESTARTS or not run.finds_another_daemon(restart_seconds):
                 raise
             log.warning(
@@ -130,10 +135,11 @@ def put_step(
 
 
 class PutRun:
-    """A run that puts steps of a job into a daemon, one after another. Between two steps the job stays its own.
+    """A run that puts steps of a job into a daemon, one after another.
 
-    As a context manager it leaves the job at its end. After a loss of a connection or an interruption, the target keeps
-    the unfinished step.
+    Between two steps the run keeps the job open, so no other run can open it. The end of the context leaves the job. If
+    the context ends because the connection was lost or the process was interrupted, the target keeps the unfinished
+    step.
     """
 
     def __init__(
@@ -148,30 +154,33 @@ class PutRun:
         """Prepare a run, which opens the job with the first step that it puts.
 
         Args:
-            target: the daemon that gets the steps; it is not closed.
-            pace: the pace of what is sent; None: no limit.
-            gives_up_newer: whether a step of the target that is as new as the source's, or newer, is rolled back if it
-                differs. The target has it when the job itself went back, or was laid out anew from an older step.
-            still_has: returns whether the source's job has a step, given its layout and number, that is newer than the
-                one to be put. The target keeps such a step. The source's daemon was restarted then, and does not know
-                yet that all nodes have the step.
-            rolled_back: returns the roll-backs of the source's job by operators. A step of the target that they have
-                given up is rolled back in any case.
+            target: a connection to the daemon that gets the steps. The run does not close it.
+            pace: the limit to the rate at which bytes are sent; None: no limit.
+            gives_up_newer: whether the target is rolled back if it has a step that is as new as the source's, or newer,
+                with other bytes. The target has such a step if the source's job was rolled back, or was laid out anew
+                from an older step.
+            still_has: returns whether the source's job has a step, given by its layout and number. It is called for a
+                step of the target that is newer than the one to be put. If it returns true, the target keeps the newer
+                step and the put fails: the source's daemon was restarted, and does not know yet that all nodes have the
+                newer step.
+            rolled_back: returns the roll-backs of the source's job by operators. If such a roll-back has given up a
+                step that the target has, the target is rolled back even if `gives_up_newer` is false.
         """
         self.target = target
         self.pace = Pace() if pace is None else pace
         self.gives_up_newer = gives_up_newer
         self.still_has = still_has
         self.rolled_back = rolled_back
-        # A session for each rank of the source; none before the first step.
+        # A session with the target for each rank of the source; an empty list while the job is not open.
         self.sessions: list[StoreSession] = []
-        # The layout's name in the target, and the newest step there.
+        # The name that the job's layout has in the target, and the newest step that the target has of the job.
         self.layout = ""
         self.newest: int | None = None
         self.is_same_layout = False
-        # The daemon's start to which the run was announced.
+        # The epoch of the target's daemon when the run was announced to it. A daemon that was restarted has another
+        # epoch, so the run recognizes a restart by it.
         self.epoch: str | None = None
-        # The step that this run has put last.
+        # The step that this run has put last, with which `takes` compares the next step.
         self._last: StepDescription | None = None
 
     def __enter__(self) -> Self:
@@ -183,30 +192,35 @@ class PutRun:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job, because of an error if one is given. Another step that is put opens it again."""
+        """Leave the job; `error` is the reason, if there is one. The next call of `put` opens the job again."""
         is_lost = isinstance(error, StoreUnavailableError | StoreTimeoutError | KeyboardInterrupt | SystemExit)
         for session in self.sessions:
-            # The target takes the connection for lost and keeps the unfinished step, or else it keeps nothing of it.
+            # After `break_off` the target takes the connection for lost, and keeps the unfinished step for the next
+            # copy. After `close` it discards the unfinished step.
             (session.break_off if is_lost else session.close)()
         self.sessions = []
 
     def takes(self, step: StepDescription) -> bool:
-        """Return whether this run can put the step: it has put none yet, or one in the same layout."""
+        """Return whether this run can put a step: this is its first step, or has the layout of the last one."""
         last = self._last
         return last is None or (last.step.layout == step.step.layout and step.has_groups_of(last))
 
     def put(self, source: StepSource, *, on_progress: Callable[[CopyProgress], None] = lambda _: None) -> CopyResult:
         """Put a step that is newer than the last one; see put_step for the arguments and errors.
 
-        From the second step on, the slabs that have another version than in the last step are sent, and no others are
-        compared. So all steps must be those of one run of the source, which gives no version a second content.
+        From the second step on, exactly the slabs that have another version than in the last step are sent, and no
+        digests are compared. So all steps must come from one run of the source's job, because two runs may give one
+        version number different bytes.
         """
         result = _Putting(source, self, on_progress).run(self._last if self.sessions else None)
         self._last = source.description
         return result
 
     def finds_another_daemon(self, seconds: float) -> bool:
-        """Wait for a daemon at the target's address, and return whether the one that knew the run is gone."""
+        """Wait for a daemon at the target's address, and return whether it was restarted.
+
+        The answer is True only if the run was announced to a daemon, and the present daemon is another one.
+        """
         call = Call(seconds, seconds)
         try:
             epoch = self.target.resume(call, lambda _: self.target.epoch)
@@ -222,7 +236,7 @@ class _Putting:
         self._run = run
         self._target = run.target
         self._on_progress = on_progress
-        # The step to which the target is rolled back before it gets this one. None if it has no newer step.
+        # The step to which the target is rolled back before it gets the source's step; None if it is not rolled back.
         self._goes_back_to: int | None = None
         self._total_bytes = self._step.size_bytes
         self._done_bytes = 0
@@ -230,7 +244,7 @@ class _Putting:
         self._began = time.monotonic()
 
     def run(self, last: StepDescription | None) -> CopyResult:
-        """Copy; see PutRun.put. `last` is the step that the run has put before, with which its sessions are open."""
+        """Put the step; see PutRun.put. `last` is the step that the run put before; None if the job is not open."""
         if not self._step.client_states:
             raise CopyError(f"{self._step.origin} of {self._source.name} names no rank, so no run can put it")
         wanted = self._compare() if last is None else self._changed_since(last)
@@ -256,16 +270,17 @@ class _Putting:
         return self._result(missing, same_bytes, resumed_bytes=resumed_bytes, durable=durable)
 
     def _changed_since(self, last: StepDescription) -> list[StoredSlab]:
-        """Return the slabs that the source has written since the last step."""
+        """Return the slabs that have another version in the source's step than in `last`, the step put before."""
         return [slab for slab in self._step.slabs.values() if slab.version != last.slabs[slab.key].version]
 
     def _begin(self, wanted: Sequence[StoredSlab]) -> set[SlabKey]:
-        """Open the job at the target, and return those of the slabs that an interrupted copy has put there already."""
+        """Open the job at the target, and return which of the slabs an interrupted copy has already put."""
         run_id = secrets.token_hex(16)
         resumes = self._announce(run_id)
         self._run.epoch = self._target.epoch
         for number in range(len(self._step.client_states)):
-            # One session copies all bytes, so the others need no mapping.
+            # The copy opens a session for each rank of the source. The first session sends all bytes, so the other
+            # sessions need not map the target's arena.
             self._run.sessions.append(self._target.new_session(maps_memory=number == 0))
         self._open(self._run.sessions, run_id)
         if self._goes_back_to is not None:
@@ -275,14 +290,14 @@ class _Putting:
         self._lay_out(self._run.sessions)
         return self._already_put(self._run.sessions[0], wanted) if resumes else set()
 
-    # --- what the target has
+    # --- the comparison with the steps that the target has
 
     def _compare(self) -> list[StoredSlab]:
-        """Return the slabs that the target lacks, or has with other bytes; note its newest step and its layout.
+        """Return the slabs that the target lacks or has with other bytes; note the target's newest step and layout.
 
         Raises:
             CopyError: the target has a newer step.
-        StoreError: a daemon refuses, or cannot be reached.
+            StoreError: a daemon refuses, or cannot be reached.
         """
         wanted, job = self._step.step, self._step.step.job
         self._run.layout, self._run.newest, self._run.is_same_layout = wanted.layout, None, False
@@ -322,7 +337,7 @@ class _Putting:
         return [slab for slab in self._step.slabs.values() if slab.version is not None]
 
     def _is_given_up(self, present: pb.StoredLayout) -> bool:
-        """Return whether an operator has rolled the source's job back since the target's newest step was made."""
+        """Return whether a roll-back of the source's job by an operator has given up the target's newest step."""
         known = self._run.rolled_back()
         if not known:
             return False
@@ -332,9 +347,10 @@ class _Putting:
         return rolled_back.went_back_to(known, max(present.steps), made_after) is not None
 
     def _find_way_back(self, steps: Sequence[int]) -> int | None:
-        """Return the step to which the target is rolled back: this one, bit for bit, or else an older one.
+        """Return the step to which the target is rolled back: the source's step, or else the newest older one.
 
-        Return None if this one is the target's newest step already, or if the target has neither.
+        The target may have the source's step, bit for bit, below newer steps. Return None if the source's step is
+        already the target's newest one, or if the target has neither the source's step nor an older one.
         """
         wanted = self._step.step.step
         if wanted in steps and self._is_there():
@@ -342,7 +358,7 @@ class _Putting:
         return max((number for number in steps if number < wanted), default=None)
 
     def _is_there(self) -> bool:
-        """Return whether the target has this step, bit for bit. The target must have a step of the number."""
+        """Return whether the target's step of the same number is the source's step, bit for bit."""
         ours = self._step
         if not self._run.is_same_layout:
             return False
@@ -352,7 +368,7 @@ class _Putting:
             return is_alike and not self._differing(theirs)
 
     def _differing(self, theirs: DaemonStep) -> list[StoredSlab]:
-        """Return the slabs whose bytes in the target's newest step are not those of the source."""
+        """Return the slabs whose bytes in the step `theirs` of the target are not those of the source."""
         ours, former = self._step, theirs.description
         if not ours.has_groups_of(former):
             raise CopyError(
@@ -364,8 +380,8 @@ class _Putting:
                 f"{self._target.address} has another step {ours.step.step} of job {ours.step.job!r}, with other client "
                 "states; roll it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`)"
             )
-        # Slabs that the source has written after the step that the target has are sent in any case. The others may be
-        # equal, even if the numbers of their versions differ, so their digests are compared.
+        # Slabs that the source has written after the target's step are sent in any case. The bytes of any other slab
+        # may be the same in source and target, even if its version numbers differ, so their digests are compared.
         last = former.step.step
         older = [slab for slab in ours.slabs.values() if slab.version is None or slab.version <= last]
         known = [former.slabs[slab.key] for slab in older]
@@ -378,10 +394,10 @@ class _Putting:
         listed = self._target.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
         return any(job.durable for job in listed.jobs if job.name == self._step.step.job)
 
-    # --- the run
+    # --- the announcement, the layout, the bytes and the commit of the copy
 
     def _announce(self, run_id: str) -> bool:
-        """Announce the run, and return whether it goes on with an interrupted copy."""
+        """Announce the run to the target, and return whether the target has kept the bytes of an interrupted copy."""
         call = Call(None, CONTROL_DEADLINE_SECONDS)
         request = admin_pb.BeginCopyRequest(
             job=self._step.step.job, run_id=run_id, origin=self._step.origin, source=self._source.name
@@ -396,7 +412,7 @@ class _Putting:
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
     def _open(self, sessions: Sequence[StoreSession], run_id: str) -> None:
-        """Open the job as all its ranks, in its layout."""
+        """Open the job with one session for each of its ranks, in the layout that the target is to have."""
         step, call = self._step.step, Call(None, COMMIT_DEADLINE_SECONDS)
         for session, rank in zip(sessions, sorted(self._step.client_states), strict=True):
             request = pb.OpenJobRequest(
@@ -419,7 +435,7 @@ class _Putting:
                 )
 
     def _lay_out(self, sessions: Sequence[StoreSession]) -> None:
-        """Begin the layout of the step, unless the target has it already, and declare all groups."""
+        """Begin the step's layout in the target, unless the target already has it, and register all groups."""
         step, call = self._step.step, Call(None, COMMIT_DEADLINE_SECONDS)
         if not self._run.is_same_layout and step.step:
             for session in sessions:
@@ -428,7 +444,7 @@ class _Putting:
             sessions[0].call("RegisterShards", registration, call)
 
     def _already_put(self, session: StoreSession, wanted: Sequence[StoredSlab]) -> set[tuple[str, int]]:
-        """Return the slabs that an interrupted copy has put already and whose bytes are those of the source."""
+        """Return the slabs that an interrupted copy has put with the source's bytes, so they are not sent again."""
         put = [(slab, one.digest) for slab, one in self._put_digests(session, wanted)]
         expected = [
             digest or _digest_of(_zeros_of(slab))
@@ -441,8 +457,8 @@ class _Putting:
     ) -> Iterator[tuple[StoredSlab, pb.DigestSlabsResponse.SlabDigest]]:
         """Yield the slabs that the target has received for the step, each with the digest of the bytes it reads back.
 
-        Slabs of which the job has bytes in host memory only are not among them, because such bytes become the slab's
-        only with the commit.
+        Slabs that the target keeps in host memory only are not among them, because their new bytes become a version of
+        the slab only at the commit.
         """
         for some in digest_batches(slabs):
             request = pb.DigestSlabsRequest(slabs=[slab.to_name() for slab in some])
@@ -452,20 +468,22 @@ class _Putting:
                     yield slab, one
 
     def _send(self, session: StoreSession, slabs: Sequence[StoredSlab]) -> dict[tuple[str, int], bytes]:
-        """Send slabs, and return the digest of the bytes that were sent of each."""
+        """Send slabs to the target, and return the digest of the bytes that were sent, for each slab."""
         digests: dict[tuple[str, int], bytes] = {}
         written = [slab for slab in slabs if slab.version is not None]
         never = [slab for slab in slabs if slab.version is None]
 
         def contents() -> Generator[Content, None, None]:
-            # A slab that the source never wrote has zeros. If the target has written it, zeros are sent.
+            # A slab that was never written in the source counts as zeros. So if the target has other bytes of it, zeros
+            # are sent.
             zeros = ((slab, _zeros_of(slab)) for slab in never)
             for slab, parts in itertools.chain(self._source.read(written), zeros):
                 digest = xxhash.xxh3_128()
                 yield slab.expand(self._counted(parts, digest))
                 digests[slab.key] = digest.digest()
 
-        # After a failure the source gives its leases back at once, and not when the error is forgotten.
+        # After a failure, `closing` ends the generator `contents` at once, so that the source releases its leases.
+        # Otherwise the generator would keep the leases for as long as the traceback of the error exists.
         with contextlib.closing(contents()) as sent:
             put_slabs(
                 session,
@@ -486,7 +504,7 @@ class _Putting:
             self._report(part.numel())
 
     def _verify(self, session: StoreSession, slabs: Sequence[StoredSlab], sent: dict[tuple[str, int], bytes]) -> None:
-        """Compare the bytes that the target reads back from its devices with those that were sent.
+        """Compare the bytes that the target reads back from its devices with the bytes that were sent.
 
         It can raise CopyError.
         """
@@ -500,8 +518,8 @@ class _Putting:
     def _commit(self, sessions: Sequence[StoreSession]) -> bool:
         """Commit the step on behalf of all ranks, and return whether it is durable."""
         step = self._step.step.step
-        # A job of several nodes can return only to a step that all its nodes have. So the target keeps its former step
-        # until the next copy, because the copy of this step may fail on another node.
+        # A job of several nodes can return only to a step that all its nodes have. The copy of this step to another
+        # node's holder may fail. So the target keeps its former step until the next copy.
         states = [state for _, state in sorted(self._step.client_states.items())]
         votes = zip(sessions, states, strict=True)
         durable = commit_step(step, votes, self._run.newest or 0, Call(None, COMMIT_DEADLINE_SECONDS))
@@ -510,8 +528,9 @@ class _Putting:
         return durable
 
     def _settle(self, session: StoreSession) -> None:
-        """Have readers of the target see the step, which is whole there: it waits for no other node."""
-        # A daemon of an earlier release shows each step that it commits.
+        """Make the step a settled step of the target, so that readers see it without waiting for other nodes."""
+        # A daemon of an earlier release lacks the capability SETTLED_STEPS. It shows readers each step that it commits,
+        # so it needs no SettleStep.
         if SETTLED_STEPS in session.capabilities:
             call = Call(None, CONTROL_DEADLINE_SECONDS)
             session.call("SettleStep", pb.SettleStepRequest(step=self._step.step.step), call)
@@ -561,8 +580,8 @@ def copy_step(
     """Copy a committed step of a job from one daemon to another; see put_step.
 
     Args:
-        origin: the daemon that has the step, which is held while it is read.
-        target: the daemon that gets the step, connected with an admin's token if it has tokens.
+        origin: the daemon that has the step. It holds the step until the copy has ended.
+        target: the daemon that gets the step. The connection needs an admin's token if the daemon has tokens.
         job: the name of the job.
         step: the step's number; without it, and without `kept`, the newest committed step.
         kept: the name of a kept step, instead of `step`.

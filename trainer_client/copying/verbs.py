@@ -1,7 +1,8 @@
 """The verbs `paramserver-admin copy`, `backup` and `restore`, with a connection to each daemon that they name.
 
-The tool finds them as entry points (paramserver/contract/client_verbs.py), and parses their options. Each of them
-raises VerbError, and returns what the tool prints. Credentials come as the fields of `Credentials`.
+The command `paramserver-admin` finds these functions as entry points (paramserver/contract/client_verbs.py), and parses
+their options. Each function returns the result that the command prints, or raises VerbError. Credentials are given as a
+mapping of the fields of `Credentials`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OnProgress = Callable[[CopyProgress], None]
 
 @contextlib.contextmanager
 def _verb_errors() -> Iterator[None]:
-    """Raise a VerbError in place of an error of this library."""
+    """Raise a VerbError, which the command `paramserver-admin` prints, in place of an error of this library."""
     try:
         yield
     except TrainerClientError as error:
@@ -44,7 +45,7 @@ def copy(
     target_credentials: Mapping[str, Any],
     on_progress: _OnProgress,
 ) -> CopyResult:
-    """Copy a step between the daemons at two addresses; see copy_step."""
+    """Copy a step of a job from the daemon at `origin` to the daemon at `target`; see copy_step."""
     with _connected(origin, credentials) as source, _connected(target, target_credentials) as sink:
         return copy_step(source, sink, job, step=step, kept=kept, on_progress=on_progress)
 
@@ -61,7 +62,7 @@ def backup(
     credentials: Mapping[str, Any],
     on_progress: _OnProgress,
 ) -> BackupResult:
-    """Back a step up; see back_up."""
+    """Write a step of a job in the daemon at `address` into the backup at `destination`; see back_up."""
     with _connected(address, credentials) as source:
         return back_up(source, job, destination, step=step, kept=kept, keep_last=keep_last, on_progress=on_progress)
 
@@ -70,7 +71,7 @@ def backup(
 def restore(
     job: str, place: str, address: str, *, step: int | None, credentials: Mapping[str, Any], on_progress: _OnProgress
 ) -> CopyResult:
-    """Put a step of a backup into the daemon at an address; see put_step."""
+    """Put a step of the backup at `place` into the daemon at `address`; see put_step."""
     source = BackupStep(place, job, step)
     with _connected(address, credentials) as target:
         return put_step(source, target, on_progress=on_progress)
@@ -78,7 +79,7 @@ def restore(
 
 @contextlib.contextmanager
 def _connected(address: str, credentials: Mapping[str, Any]) -> Iterator[Connection]:
-    """Yield a connection to a daemon, and close it. Raise ConfigError for an address or credentials of no use."""
+    """Yield a connection to a daemon, and close it. Raise ConfigError for a wrong address or wrong credentials."""
     client = f"paramserver-admin at {socket.gethostname()}, process {os.getpid()}"
     connection = Connection(address, client, Credentials(**credentials), prefer_streams=False)
     try:

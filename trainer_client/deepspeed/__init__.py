@@ -1,5 +1,6 @@
-"""DeepSpeed's face: its modules, its names, and what they do that no other room does.
+"""DeepSpeed's modules and names, for scripts that are written for DeepSpeed.
 
-A script changes its import and nothing else. `names` has the table of the modules, and `finder` makes them; the other
-modules here are code that the table names. They keep next to no state, and no room below uses them.
+Such a script changes its import and nothing else. `names` has the table of DeepSpeed's modules, and `finder` makes the
+modules of the table. The other modules of this package implement functions and classes of the table that exist only for
+DeepSpeed's scripts. They keep almost no state, and no other package of this library depends on them.
 """

@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.checkpointing`: activations are computed again in backward, by torch's own checkpoints.
 
-This module owns the arguments of `configure`. The settings that split activations over the ranks of a model-parallel
-group have no effect, because there is no such group.
+This module decides what the arguments of `configure` mean here. The settings that split activations over the ranks of a
+model-parallel group have no effect, because there is no such group.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _is_configured = False
 
 
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Run `function` without keeping its activations; backward runs it once more. Return its result.
+    """Run `function` without keeping its activations, and return its result. Backward runs the function once more.
 
-    Tensors may be arguments by keyword, too. It is torch's checkpoint without reentrance.
+    This is torch's checkpoint with `use_reentrant=False`. Tensors may also be passed as keyword arguments.
     """
     result: R = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return result
@@ -58,14 +58,14 @@ def configure(
     """Accept DeepSpeed's settings of activation checkpoints.
 
     Args:
-        mpu_: accepted if it splits nothing but the data.
+        mpu_: an object that describes the groups of ranks; accepted if the ranks share out nothing but the data.
         deepspeed_config: has no effect.
         partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile: have no effect; a line
             in the log says so.
         checkpoint_in_cpu: refused if it is true.
 
     Raises:
-        ConfigError: activations are to go to host memory, or `mpu_` splits something else than the data.
+        ConfigError: `checkpoint_in_cpu` is true, or `mpu_` describes model parallelism.
     """
     global _is_configured  # noqa: PLW0603
     check_mpu("checkpointing.configure(mpu_=...)", mpu_)

@@ -1,6 +1,6 @@
-"""DeepSpeed's objects of a config, for scripts that read or check one by themselves.
+"""DeepSpeed's classes for configs, for scripts that read or check a config by themselves.
 
-`initialize` takes the config itself, and none of these objects.
+`initialize` takes the config itself, and no object of these classes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _SECTION = "zero_optimization"
 
 
 class DeepSpeedConfig:
-    """A checked config with the values that scripts ask for. `initialize` takes the config itself, not this object.
+    """A checked config with the values that scripts read. `initialize` takes the config itself, not this object.
 
     Attributes:
         settings: the whole config, as docs/config.md describes it.
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the three batch sizes, those
-            that the config leaves out too.
-        gradient_clipping: the limit of the gradient's norm; 0: none.
-        gradient_allreduce_op: "mean" or "sum", what a step's gradient is of those of the ranks.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the three batch sizes; a size
+            that the config leaves out is computed from the others.
+        gradient_clipping: the limit of the gradient's norm; 0: there is no limit.
+        gradient_allreduce_op: "mean" or "sum": how the gradients of the ranks are combined to the gradient of a step.
         zero_optimization_stage: the stage, 0 to 3.
         zero_enabled: whether the stage is above 0.
         bfloat16_enabled, float16_enabled: whether the model computes in that dtype.
 
     Args:
         config: a dict, or the path of a JSON file.
-        mpu: accepted if it splits nothing but the data.
-        mesh_device: refused.
+        mpu: an object that describes the groups of ranks; accepted if the ranks share out nothing but the data.
+        mesh_device: refused unless it is None.
 
     Raises:
         ConfigError: a key is refused, or the batch sizes contradict each other.
@@ -65,7 +65,7 @@ class DeepSpeedConfig:
 
 
 class ZeroStageEnum(enum.IntEnum):
-    """The stages of ZeRO."""
+    """The stages of ZeRO, by DeepSpeed's names for them."""
 
     disabled = 0
     optimizer_states = 1
@@ -75,10 +75,11 @@ class ZeroStageEnum(enum.IntEnum):
 
 
 class DeepSpeedZeroConfig(ZeroSection):
-    """The section with DeepSpeed's names of its values.
+    """The config's section `zero_optimization`, with DeepSpeed's names of its values.
 
-    It is made of the keys of the section, older names included. The keys of stage 3 are attributes with and without
-    their prefix `stage3_`. As with DeepSpeed, `overlap_comm` is true at stage 3 if the config leaves it out.
+    It takes the keys of the section as keyword arguments, also by their older names. The keys of stage 3 are attributes
+    both with their prefix `stage3_` and without it. As with DeepSpeed, `overlap_comm` is true at stage 3 if the config
+    leaves it out.
 
     Raises:
         pydantic.ValidationError: a key is unknown, or a value is not possible.
@@ -112,7 +113,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Section:
-    """Return the section `bf16` of a config, or `bfloat16`, its older name; with defaults if the config has none.
+    """Return the section `bf16` of a config (older name: `bfloat16`), or the defaults if the config has none.
 
     Raises:
         pydantic.ValidationError: a value is not possible.
@@ -121,7 +122,7 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Section:
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Section:
-    """Return the section `fp16` of a config; with defaults if the config has none.
+    """Return the section `fp16` of a config, or the defaults if the config has no such section.
 
     Raises:
         pydantic.ValidationError: a value is not possible.

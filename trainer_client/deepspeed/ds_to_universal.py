@@ -1,13 +1,13 @@
 """DeepSpeed's conversion of a checkpoint for another number of ranks, which checkpoints here do not need.
 
-Any number of ranks loads a checkpoint as it is. For scripts that convert first, this module writes the manifest once
-more, into the directory that the script then loads:
+Any number of ranks can load a checkpoint of this library as it is. For scripts that convert a checkpoint before they
+load it, this module writes the checkpoint's manifest once more, into the directory that the script then loads:
 
     python -m trainer_client.checkpoint.ds_to_universal --input_folder checkpoints/global_step20 \\
         --output_folder checkpoints/global_step20_universal
 
-Both manifests name the same kept step, so the converted one is good as long as the original stays. This module must
-never change the original.
+Both manifests name the same kept step, so the converted checkpoint can be loaded only until the original is removed.
+This module must never change the original.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainer_client.training.run import checkpoint_files as files
 
 __all__ = ["main", "parse_arguments"]
 
-# The key of a client state under which frameworks describe how DeepSpeed is to merge tensors that they have split. It
-# is stored and returned as any other key, because no tensor is split here.
+# A key of the client state. Under this key, frameworks that split tensors over ranks describe how DeepSpeed is to merge
+# them. Here the key is stored and returned as any other key, because no tensor is split.
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed arguments of DeepSpeed's converter.
 
-    If `arguments` is None, those of this process are parsed.
+    If `arguments` is None, the command line of this process is parsed.
     """
     parser = argparse.ArgumentParser(description="Write the manifest of a checkpoint into a second directory.")
     parser.add_argument("--input_folder", required=True, help="directory of the checkpoint, with its tag")

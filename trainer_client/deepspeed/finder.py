@@ -1,7 +1,7 @@
-"""The import of DeepSpeed's modules below `trainer_client`, which are rows of a table and no files.
+"""The import of DeepSpeed's modules below `trainer_client`. They have no files: names.py has a table of them.
 
-A module gets its names when it is imported, and the modules below it when they are used. This module owns the finder.
-It must find no module that the table does not have.
+When a module of the table is imported, it gets the names that the table lists for it. Its submodules are imported when
+they are used. This module owns the finder, which must find no module that the table does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGE = "trainer_client."
 
 
 class Alias(Loader):
-    """Puts another module in the place of the one that is imported.
+    """A loader that puts another module in the place of the imported one.
 
     Args:
         target: the other module's name.
@@ -32,26 +32,26 @@ class Alias(Loader):
         self._target = target
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have Python make an empty module, which `exec_module` replaces."""
+        """Return None, so that Python makes an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the other module, and enter it under the name of the one that is imported."""
+        """Import the target module, and enter it in `sys.modules` under the name of the imported one."""
         sys.modules[module.__name__] = importlib.import_module(self._target)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the other module's code, for `python -m`."""
+        """Return the code of the target module, which `python -m` with the alias then runs. None if it has no code."""
         spec = find_spec(self._target)
         return spec.loader.get_code(self._target) if spec and isinstance(spec.loader, InspectLoader) else None
 
 
 class _Row(Loader):
-    """Makes a module of its row in the table."""
+    """A loader that fills a module of DeepSpeed with the names that the table of names.py lists for it."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have Python make an empty module, which `exec_module` fills."""
+        """Return None, so that Python makes an empty module, which `exec_module` fills."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names, and a way to the modules below it."""
+        """Give the module the names that the table lists for it, and a `__getattr__` that imports its submodules."""
         path, attributes = module.__name__.removeprefix(_PACKAGE), vars(module)
         below, own = names.modules_below(path), list(names.names_of(path))
 
@@ -66,7 +66,8 @@ class _Row(Loader):
         attributes["__dir__"] = lambda: sorted({*attributes, *below})
         for name, place, there in own:
             if name in below and place != names.BELOW:
-                # A later import of this module would put the module in the place of the name.
+                # This module of `deepspeed` has a submodule and an object of the same name. A later import of the
+                # submodule would overwrite the object, so the submodule is imported before the object is set.
                 find_below(name)
             if isinstance(place, names.Instead):
                 attributes[name] = _not_built(module.__name__, name, place)
@@ -75,10 +76,10 @@ class _Row(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of the table."""
+    """The entry of `sys.meta_path` by which Python imports the modules of DeepSpeed that are in names.py's table."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return how to import a module; None if the table does not have it."""
+        """Return the spec by which Python imports a module; None if the table does not have the module."""
         row = name.removeprefix(_PACKAGE)
         if row == name or row not in names.TABLE:
             return None
@@ -88,15 +89,16 @@ class _Finder(MetaPathFinder):
 
 
 def install_finder() -> None:
-    """Make the modules of the table importable from now on.
+    """Make the modules of DeepSpeed that are in names.py's table importable from now on.
 
-    The finder is the first one, because an installed package has folders with stubs of the same names.
+    The finder is put before all other finders, because an installed package has directories with stubs of the same
+    names, which Python would otherwise import as empty packages.
     """
     sys.meta_path.insert(0, _Finder())
 
 
 def _not_built(module: str, name: str, remedy: str) -> type[NotBuilt] | Callable[..., NoReturn]:
-    """Return the class or the function in place of one of DeepSpeed's that is not built."""
+    """Return a class or function that raises NotBuiltError, in place of one of DeepSpeed's that is not built."""
     if name[0].isupper():
         return type(name, (NotBuilt,), {"__module__": module, "__doc__": f"DeepSpeed's {name}."}, remedy=remedy)
 

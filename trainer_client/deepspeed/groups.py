@@ -1,6 +1,7 @@
 """DeepSpeed's `deepspeed.utils.groups`: the groups of ranks. Data parallelism is the only kind, over all ranks.
 
-So the group of every other kind of parallelism has one rank, and asking for the process group itself is an error.
+In every other kind of parallelism, such as tensor parallelism, each group has one rank. For these kinds, the functions
+that return the process group itself raise an error.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ __all__ = [
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Accept groups of one rank for experts and models, which is what there is.
+    """Accept groups of one rank for expert and model parallelism, because there are no others.
 
     Raises:
         NotBuiltError: `ep_size` is not 1.
-        ConfigError: `mpu` splits something else than the data.
+        ConfigError: `mpu` describes model parallelism.
     """
     if ep_size != 1:
         refuse(
@@ -75,7 +76,8 @@ def get_sequence_parallel_group() -> NoReturn:
     refuse("groups._get_sequence_parallel_group()", "sequence parallelism is not built; its world size is 1")
 
 
-# These are DeepSpeed's further names for the same groups. Other packages call those with an underscore, too.
+# DeepSpeed has these further names for the same groups. The names with an underscore are here because other packages
+# call them.
 get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size

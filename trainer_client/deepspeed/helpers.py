@@ -1,4 +1,4 @@
-"""DeepSpeed's small helpers, which scripts import from many of its modules."""
+"""DeepSpeed's small helper functions and classes, which scripts import from many of DeepSpeed's modules."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_map_only
 from trainer_client import comm
 from trainer_client.accelerator import get_accelerator
 
-# The file in which `accelerate launch` leaves environment variables for DeepSpeed's own launcher of several machines.
-# This library has no such launcher and does not read the file; docs/accelerate.md says how several machines are used.
+# The name of the file in which `accelerate launch` writes environment variables for DeepSpeed's own launcher. This
+# library has no such launcher and does not read the file; docs/accelerate.md says how a script is started on several
+# machines.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 _GIB = 1 << 30
@@ -34,8 +35,9 @@ def add_config_arguments(parser: Parser) -> Parser:
     """Add DeepSpeed's options to a parser, and return it.
 
     `--deepspeed_config` is the path of the config, which `initialize(args=...)` reads. `--deepspeed` is a flag for the
-    script itself. Old scripts call the two `--deepscale_config` and `--deepscale`; these work and are not in the help.
-    As in DeepSpeed, `--local_rank` is not among them: a script whose launcher passes it adds it by itself.
+    script itself. Old scripts call the two options `--deepscale_config` and `--deepscale`; these names work, but are
+    not in the help. As in DeepSpeed, the option `--local_rank` is not added: a script whose launcher passes it has to
+    add it by itself.
     """
     group = parser.add_argument_group("DeepSpeed", "the training config")
     group.add_argument(
@@ -50,10 +52,10 @@ def add_config_arguments(parser: Parser) -> Parser:
 class RepeatingLoader(Generic[T]):
     """An iterator over a data loader that begins it again whenever it ends.
 
-    The loader that `initialize(training_data=...)` returns can be wrapped, too: it knows its epochs by itself.
+    The loader that `initialize(training_data=...)` returns can be wrapped, too, because it counts its epochs by itself.
 
     Args:
-        loader: the loader. Each `iter(loader)` is one more pass.
+        loader: the data loader. Each `iter(loader)` begins one more pass over the data.
     """
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -78,14 +80,15 @@ class OnDevice:
         with OnDevice(dtype=torch.bfloat16, device="meta"):
             model = Model()
 
-    A tensor for which the model itself names a device or a dtype keeps them. A model on the meta device gets its
-    initial values from its own functions in `trainer_client.initialize`; `trainer_client.zero.Init` also keeps values
-    that constructors compute.
+    A tensor for which the model's code names a device or a dtype gets that device or dtype. If the model is on the meta
+    device, `trainer_client.initialize` computes its initial values with the functions of its modules, such as
+    `reset_parameters`. Values that constructors compute in other ways are lost, unless the model is built under
+    `trainer_client.zero.Init`.
 
     Args:
         dtype: the dtype of floating-point tensors.
         device: the device, as torch writes it.
-        enabled: False: the context does nothing.
+        enabled: whether the context has an effect.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
@@ -106,15 +109,16 @@ class OnDevice:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the memory of the device and of the machine on rank 0, and begin a new peak.
+    """Print on rank 0 how much memory of the device and of the machine is in use, and reset the peak figures.
 
     Args:
-        message: a line that is printed before.
-        force: False: do nothing, as in DeepSpeed, so that calls can stay in a script.
+        message: a line that is printed before the figures.
+        force: whether the figures are printed. If false, the call does nothing, as in DeepSpeed, so that calls can stay
+            in a script.
     """
     if not force or comm.get_rank() != 0:
         return
-    # Memory of objects in reference cycles would be counted as used.
+    # Garbage is collected first, because the memory of unused objects in reference cycles would be counted as used.
     gc.collect()
     device = get_accelerator()
     total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
@@ -129,7 +133,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def empty_cache() -> None:
-    """Give memory that torch has cached back to the device, and begin a new peak."""
+    """Give memory that torch has cached back to the device, and reset the peak figures."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
@@ -150,7 +154,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     """Return a tensor or module, or lists, tuples and dicts of them, on another device.
 
     Args:
-        criterion_func: chooses the tensors that stay the same objects, so that only their memory is moved.
+        criterion_func: returns whether a tensor stays the same object and only its `data` is moved.
     """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
@@ -165,8 +169,8 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return `item` (any pytree) with copies of its tensors on `device`.
 
-    A copy has a storage of its own size. `torch.save` would write the whole storage of a tensor that is a part of a
-    larger one.
+    The storage of a copy has the size of the tensor. Without the copy, `torch.save` would write the whole storage of a
+    tensor that is a view of a larger one.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +180,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """Return the attribute at a dotted path, as `model.layers.0.linear` for "layers.0.linear".
+    """Return the attribute at a dotted path, for example the submodule "layers.0.linear" of `model`.
 
     Raises:
         AttributeError: there is no attribute of one of the names.
@@ -195,7 +199,7 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 
 def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
-    """Return whether the version of torch is at least `min_version` and at most `max_version`, where given.
+    """Return whether torch's version is at least `min_version` and at most `max_version`; None is no limit.
 
     Raises:
         ValueError: neither limit is given.

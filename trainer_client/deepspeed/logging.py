@@ -1,7 +1,8 @@
-"""The logger that DeepSpeed's scripts write to, under the name that it has there, and lines that some ranks write.
+"""The logger "DeepSpeed", to which scripts for DeepSpeed write, and functions that write on some ranks only.
 
-The logger has no handler of its own: the script's configuration of Python's logging says what is shown. (DeepSpeed's
-logger writes warnings to stdout.) The library's own lines go to the loggers of its modules, `trainer_client.*`.
+The logger has no handler of its own, so the script's configuration of Python's logging decides what is shown. (In
+DeepSpeed, this logger writes warnings to stdout.) The library's own lines go to the loggers of its modules,
+`trainer_client.*`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _ALL_RANKS = -1
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Write a line to the logger on some ranks; before the ranks have met, on all.
+    """Write a line to the logger on some ranks, or on all ranks if there is no process group yet.
 
     Args:
-        ranks: the ranks that write it; [-1]: all; None: none.
+        ranks: the ranks that write the line; [-1]: all ranks write it; None: no rank does.
     """
     if (line := _line(message, ranks)) is not None:
         logger.log(level, line)
@@ -45,7 +46,7 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Write a line as `log_dist`, the first time that it is called with these arguments."""
+    """Write a line as `log_dist` does, but only at the first call with the same arguments."""
     _log_dist_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -56,7 +57,7 @@ def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> N
 
 @functools.cache
 def warning_once(message: str) -> None:
-    """Write a warning to the logger, the first time that it is called with this message."""
+    """Write a warning to the logger, but only at the first call with the same message."""
     logger.warning(message)
 
 
@@ -65,7 +66,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
     Args:
         log_level_str: "debug", "info", "warning", "error" or "critical".
-        custom_logger: the logger; None: `logger`.
+        custom_logger: the logger; None: the logger "DeepSpeed".
 
     Raises:
         ValueError: there is no such level.
@@ -78,12 +79,12 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def get_current_level() -> int:
-    """Return the level of the logger, as a number of Python's logging."""
+    """Return the level of the logger "DeepSpeed", as a number of Python's logging."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Return whether the logger's level is at most the given one. Raise ValueError if there is no such level."""
+    """Return whether the logger's level is at most `max_log_level_str`. Raise ValueError for an unknown level."""
     return get_current_level() <= _level(max_log_level_str)
 
 
@@ -96,7 +97,7 @@ def _level(name: str) -> int:
 
 
 def _line(message: str, ranks: Sequence[int] | None) -> str | None:
-    """Return the message with the rank in front; None if this rank writes nothing."""
+    """Return the line for the log, which is the message after the rank; None if this rank is not in `ranks`."""
     if not comm.is_initialized():
         return f"[Rank -1] {message}"
     rank = comm.get_rank()

@@ -1,9 +1,9 @@
-"""The table of DeepSpeed's modules, and where this library has what they name.
+"""The table of DeepSpeed's modules and their names, and where this library implements each name.
 
 Scripts write `from trainer_client.ops.adam import FusedAdam`, or `from deepspeed.ops.adam import FusedAdam` after
-`import trainer_client.as_deepspeed`. There are no files for these modules: finder.py makes each from its row. Type
-checkers and editors cannot see such modules, so the same rows are written for them as stubs, into the wheel when it is
-built, and by `make lint`:
+`import trainer_client.as_deepspeed`. There are no files for these modules: finder.py makes each module from its row in
+the table. Type checkers and editors cannot see such modules, so stubs are written from the same rows, when the wheel is
+built and by `make lint`:
 
     python -P trainer_client/deepspeed/names.py DIRECTORY
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 class Instead(str):
-    """What to write instead of a name that is not built here, which is the remedy in its NotBuiltError."""
+    """The remedy for DeepSpeed's names that are not built: its text says what to write instead of the name."""
 
 
 _COMPRESSION = Instead(
@@ -48,13 +48,13 @@ _TENSOR = Instead(
 
 BELOW = "."
 
-# A row for each module, `deepspeed.` left out: by places in this library, the names that the module has from there. A
-# place is one of:
-# - a module, `trainer_client.` left out. "A=B": what is called A in DeepSpeed is called B there. "*": the two are one
-#   module;
-# - BELOW: the modules below this one that `from MODULE import *` imports. All others can be imported, too;
-# - Instead(...): the names are not built. They can be imported, for scripts that test for them, and their use is an
-#   error. Those with a capital are classes, and the others functions.
+# The table has a row for each of DeepSpeed's modules, whose key is the module's name without `deepspeed.`. A row maps
+# places to the names that the module takes from that place. A place is one of:
+# - a module of this library, without `trainer_client.`. An entry "A=B" means: what DeepSpeed calls A is called B in
+#   that module. "*": DeepSpeed's module and that module are the same object;
+# - BELOW: the submodules that `from MODULE import *` imports. Other submodules can be imported by name;
+# - Instead(...): the names are not built. They can be imported, for scripts that test for them, but to use them is an
+#   error. Names with a capital are classes, and the others are functions.
 TABLE: dict[str, dict[str, str]] = {
     "checkpoint": {BELOW: "ds_to_universal utils", "deepspeed.ds_to_universal": "UNIVERSAL_CHECKPOINT_INFO"},
     "checkpoint.ds_to_universal": {"deepspeed.ds_to_universal": "*"},
@@ -153,17 +153,21 @@ TABLE: dict[str, dict[str, str]] = {
 
 
 def whole_module(path: str) -> str | None:
-    """Return the module that the module of a row is as a whole, `trainer_client.` left out; None if it is none."""
+    """Return the module of this library that DeepSpeed's module `path` is an alias of; None if it is no alias."""
     return next((place for place, names in TABLE[path].items() if names == "*"), None)
 
 
 def modules_below(path: str) -> list[str]:
-    """Return the last parts of the names of the modules directly below the module of a row."""
+    """Return the names of the direct submodules of DeepSpeed's module `path`, as "adam" for `path` "ops"."""
     return [name for parent, _, name in (other.rpartition(".") for other in TABLE) if parent == path]
 
 
 def names_of(path: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each name of a module that is made of its row: the name, its place, and what it is called there."""
+    """Yield the names of DeepSpeed's module `path`, each with where its object is from.
+
+    Each item is (name, place, name there): DeepSpeed's name, the module of this library (or the remedy) that the table
+    gives for the name, and the name that the object has in that module.
+    """
     for place, names in TABLE[path].items():
         for entry in names.split():
             name, _, there = entry.partition("=")
@@ -171,7 +175,7 @@ def names_of(path: str) -> Iterator[tuple[str, str, str]]:
 
 
 def public_names(path: str) -> list[str]:
-    """Return the names that `from MODULE import *` gives of a module that is made of its row."""
+    """Return the names that `from MODULE import *` imports from DeepSpeed's module `path`."""
     return sorted(name for name, _, _ in names_of(path) if name.startswith("__") or not name.startswith("_"))
 
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's builders of compiled operators. Scripts ask them what can be used; nothing is compiled here.
+"""DeepSpeed's builders of compiled operators. Scripts ask them what can be used, but here nothing is compiled.
 
-This module owns the list of DeepSpeed's operators. It must never call an operator usable whose feature this library
-does not have.
+This module owns the list of DeepSpeed's operators. It must never say that an operator can be used if this library does
+not have the feature for which DeepSpeed needs the operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIMIZER = "nothing is compiled here; make the optimizer itself, as deepspeed.
 
 
 class OpBuilder:
-    """The base of the builders.
+    """The base of the builders, which scripts ask whether an operator of DeepSpeed can be used.
 
     Attributes:
         NAME: the operator's name, by which `deepspeed.ops.__compatible_ops__` says whether it can be used.
@@ -39,7 +39,7 @@ class OpBuilder:
         return self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return True, because what DeepSpeed needs the operator for works here on every machine."""
+        """Return True: the feature for which DeepSpeed needs the operator works here on every machine."""
         return True
 
     def load(self, verbose: bool = True) -> NoReturn:
@@ -48,7 +48,7 @@ class OpBuilder:
 
 
 class AsyncIOBuilder(OpBuilder):
-    """DeepSpeed's reads and writes of files, for offload to NVMe, which the store daemon makes here."""
+    """The builder of DeepSpeed's asynchronous file I/O for NVMe. Here the store daemon reads and writes the files."""
 
     NAME = "async_io"
     _remedy = (
@@ -58,35 +58,35 @@ class AsyncIOBuilder(OpBuilder):
 
 
 class CPUAdamBuilder(OpBuilder):
-    """DeepSpeed's Adam for host memory."""
+    """The builder of DeepSpeed's Adam for host memory. Nothing is compiled, and the optimizer can be used here."""
 
     NAME = "cpu_adam"
     _remedy = _OPTIMIZER.format("adam.DeepSpeedCPUAdam")
 
 
 class CPUAdagradBuilder(OpBuilder):
-    """DeepSpeed's Adagrad for host memory."""
+    """The builder of DeepSpeed's Adagrad for host memory. Nothing is compiled, and the optimizer can be used here."""
 
     NAME = "cpu_adagrad"
     _remedy = _OPTIMIZER.format("adagrad.DeepSpeedCPUAdagrad")
 
 
 class CPULionBuilder(OpBuilder):
-    """DeepSpeed's Lion for host memory."""
+    """The builder of DeepSpeed's Lion for host memory. Nothing is compiled, and the optimizer can be used here."""
 
     NAME = "cpu_lion"
     _remedy = _OPTIMIZER.format("lion.DeepSpeedCPULion")
 
 
 class FusedAdamBuilder(OpBuilder):
-    """DeepSpeed's Adam for GPUs."""
+    """The builder of DeepSpeed's Adam for GPUs. Nothing is compiled, and the optimizer can be used here."""
 
     NAME = "fused_adam"
     _remedy = _OPTIMIZER.format("adam.FusedAdam")
 
 
 class FusedLionBuilder(OpBuilder):
-    """DeepSpeed's Lion for GPUs."""
+    """The builder of DeepSpeed's Lion for GPUs. Nothing is compiled, and the optimizer can be used here."""
 
     NAME = "fused_lion"
     _remedy = _OPTIMIZER.format("lion.FusedLion")
@@ -114,5 +114,6 @@ _NOT_BUILT = (
     "utils",
 )
 
-# For the name of each operator of DeepSpeed whether what it is for can be used.
+# For the name of each operator of DeepSpeed, whether the feature for which DeepSpeed needs the operator can be used
+# here.
 __compatible_ops__ = dict.fromkeys(_NOT_BUILT, False) | {builder.NAME: True for builder in OpBuilder.__subclasses__()}

@@ -1,8 +1,8 @@
 """DeepSpeed's optimizers, with their arguments, as optimizers that the store runs.
 
-An object of such a class is torch's optimizer, or `trainer_client.Lion`, so it also works without the store. This
-module must never compute another update than the class that it stands for: docs/deepspeed.md says where DeepSpeed's
-own kernels round differently.
+Each class is derived from torch's optimizer or from `trainer_client.Lion`, so its objects also work without the store.
+A class must never compute another update than the class of DeepSpeed that it stands for; docs/deepspeed.md says where
+DeepSpeed's own kernels round differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trainer_client.optimizers.torch_optimizer import runs_as
 
 log = logging.getLogger(__name__)
 
-# Each argument's only value that is honoured, and the reason.
+# For each of these arguments of DeepSpeed's optimizer classes: the only value that is accepted, and the reason why any
+# other value is refused.
 _HONOURED = {
     "amsgrad": (False, "the store has no kernel with AMSGrad"),
     "bias_correction": (
@@ -31,7 +32,7 @@ _HONOURED = {
 
 @runs_as(torch.optim.Adam)
 class FusedAdam(torch.optim.Adam):
-    """DeepSpeed's Adam for GPUs. Where it runs follows from the config here, as for every optimizer.
+    """DeepSpeed's Adam for GPUs. Here the config decides where it runs, as for every optimizer.
 
     Args:
         bias_correction: only True is honoured.
@@ -63,7 +64,7 @@ class FusedAdam(torch.optim.Adam):
 
 @runs_as(torch.optim.Adam)
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """DeepSpeed's Adam for states in host memory. Where it runs follows from the config here, as for every optimizer.
+    """DeepSpeed's Adam for states in host memory. Here the config decides where it runs, as for every optimizer.
 
     Args:
         bias_correction: only True is honoured.
@@ -96,7 +97,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
 
 @runs_as(torch.optim.Adagrad)
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """DeepSpeed's Adagrad for states in host memory. Where it runs follows from the config here.
+    """DeepSpeed's Adagrad for states in host memory. Here the config decides where the optimizer runs.
 
     Args:
         amsgrad: only False is honoured.
@@ -122,7 +123,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 @runs_as(Lion)
 class FusedLion(Lion):
-    """DeepSpeed's Lion for GPUs. Where it runs follows from the config here, as for every optimizer.
+    """DeepSpeed's Lion for GPUs. Here the config decides where it runs, as for every optimizer.
 
     Args:
         lr, betas: DeepSpeed's defaults are not those of the paper.
@@ -142,7 +143,7 @@ class FusedLion(Lion):
 
 @runs_as(Lion)
 class DeepSpeedCPULion(Lion):
-    """DeepSpeed's Lion for states in host memory. Where it runs follows from the config here.
+    """DeepSpeed's Lion for states in host memory. Here the config decides where the optimizer runs.
 
     Args:
         lr, betas: DeepSpeed's defaults are not those of the paper.
@@ -165,7 +166,13 @@ class DeepSpeedCPULion(Lion):
 
 
 def _check_arguments(name: str, **arguments: bool) -> None:
-    """Check arguments of the optimizer `name`. Raise ConfigError for the first one that is not honoured."""
+    """Raise ConfigError if an argument of the optimizer `name` does not have the only value that is honoured.
+
+    Args:
+        name: the name of the optimizer's class, for the message.
+        arguments: the values that the script has passed, by the arguments' names. For example, `amsgrad` must be false,
+            because the store has no kernel with AMSGrad.
+    """
     for argument, value in arguments.items():
         honoured, reason = _HONOURED[argument]
         if bool(value) is not honoured:

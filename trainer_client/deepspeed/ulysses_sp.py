@@ -1,4 +1,4 @@
-"""DeepSpeed's parts of a sequence on several ranks (Ulysses), which are not built, and its computations in tiles."""
+"""DeepSpeed's sequence parallelism (Ulysses) and its computations in tiles of a sequence, which are not built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TILED_LOSS = "call trainer_client.chunked_cross_entropy, which computes the los
 
 
 class UlyssesSPAttentionHF(NotBuilt, remedy=_REMEDY):
-    """DeepSpeed's attention over ranks for models of transformers."""
+    """DeepSpeed's sequence-parallel attention for models of transformers. It is not built, so its use is an error."""
 
     @classmethod
     def register_with_transformers(
@@ -36,17 +36,17 @@ class UlyssesSPAttentionHF(NotBuilt, remedy=_REMEDY):
     ) -> NoReturn:
         """Refuse to replace a model's attention. It raises NotBuiltError.
 
-        Accelerate looks at the names of the arguments before it calls this.
+        The arguments have their names because Accelerate inspects the signature before it calls this method.
         """
         refuse("UlyssesSPAttentionHF.register_with_transformers", _REMEDY)
 
 
 class UlyssesSPDataLoaderAdapter(NotBuilt, remedy=_REMEDY):
-    """DeepSpeed's data loader that gives each rank a part of each sequence."""
+    """DeepSpeed's data loader that gives each rank a part of each sequence. It is not built: its use is an error."""
 
 
 class TiledMLP(NotBuilt, remedy=_TILED_MLP):
-    """DeepSpeed's MLP that is computed for parts of a sequence, one after the other."""
+    """DeepSpeed's MLP that is computed for one part of a sequence after another. It is not built: `apply` raises."""
 
     @classmethod
     def apply(cls, *_: Any, **__: Any) -> NoReturn:
@@ -55,7 +55,7 @@ class TiledMLP(NotBuilt, remedy=_TILED_MLP):
 
 
 class TiledFusedLogitsLoss(NotBuilt, remedy=_TILED_LOSS):
-    """DeepSpeed's loss that is computed for parts of a sequence, one after the other."""
+    """DeepSpeed's loss, computed for one part of a sequence after another. It is not built: `apply` raises."""
 
     @classmethod
     def apply(cls, *_: Any, **__: Any) -> NoReturn:

@@ -1,6 +1,7 @@
 """DeepSpeed's leaf modules of stage 3, whose parameters are gathered together when the module runs.
 
-Here such a module is a unit (see training/model/leaves.py). Marks count when `trainer_client.initialize` is called.
+Here a leaf module is a unit (see training/model/leaves.py). `trainer_client.initialize` reads the marks, so a mark that
+is made later has no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark a module as a leaf, or take the mark away. Without effect after `initialize`, which a warning says."""
+    """Mark a module as a leaf if `flag`, or take the mark away. After `initialize` the call only logs a warning."""
     if any(owner_of(parameter) is not None for parameter in model.parameters()):
         log.warning(
             "a %s is marked as a leaf module after initialize(), when the units are chosen: mark it before",
@@ -49,10 +50,10 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[ModuleClass], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark all modules of the given classes as leaves. Return them.
+    """Mark all modules of the given classes as leaves, and return these modules.
 
     Raises:
-        ValueError: there is none, and `raise_if_not_found`.
+        ValueError: the model has no module of these classes, and `raise_if_not_found` is true.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -60,10 +61,10 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[ModuleClass], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark of a leaf away from all modules of the given classes. Return them.
+    """Take the mark of a leaf away from all modules of the given classes, and return these modules.
 
     Raises:
-        ValueError: there is none, and `raise_if_not_found`.
+        ValueError: the model has no module of these classes, and `raise_if_not_found` is true.
     """
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
@@ -71,10 +72,10 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `model.named_modules()`. Return them, and the names that no module has.
+    """Mark modules by their names in `model.named_modules()`. Return the modules, and the names that none has.
 
     Raises:
-        ValueError: a name is missing, and `raise_if_not_found`.
+        ValueError: no module has one of the names, and `raise_if_not_found` is true.
     """
     return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
 
@@ -82,10 +83,10 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the ends of their names. Return them, and the ends that no name has.
+    """Mark modules by the ends of their names. Return the modules, and the ends with which no name ends.
 
     Raises:
-        ValueError: an end is missing, and `raise_if_not_found`.
+        ValueError: no name ends with one of the ends, and `raise_if_not_found` is true.
     """
     return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's conversion of its checkpoints to fp32 weights, for checkpoints of this library.
+"""DeepSpeed's functions that convert a checkpoint to fp32 weights, for checkpoints of this library.
 
-A checkpoint is a step that stores keep, so the weights are read from the stores, without a process group and without
-an engine. The tokens and TLS files are those that the environment names, as for StoreClient.
+A checkpoint of this library is a step that stores keep, so the weights are read from the stores, without a process
+group and without an engine. The environment names the token and TLS files, as for StoreClient.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return the fp32 weights of a checkpoint by name, and the model's buffers, on the CPU.
 
     Args:
-        checkpoint_dir: the directory that was `save_checkpoint`'s `save_dir`.
-        tag: name of the checkpoint's directory; None: what the file `latest` names.
+        checkpoint_dir: the directory that was passed to `save_checkpoint` as `save_dir`.
+        tag: name of the checkpoint's directory within it; None: the name in the file `latest`.
         exclude_frozen_parameters: whether parameters that are not trained are left out.
-        lazy_mode: has no effect: the values are tensors, whose `contiguous()` returns them.
+        lazy_mode: has no effect. The values are always tensors, and scripts for lazy mode work, because they call
+            `contiguous()` of each value.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or DeepSpeed has written it.
@@ -87,16 +88,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights of a checkpoint as `pytorch_model.bin`, or as several files with an index.
 
-    The weights go from the store to the files in pieces, so that no whole model has to fit into memory.
+    The weights are copied from the store to the files in pieces, so the model need not fit into memory.
 
     Args:
         checkpoint_dir, tag, exclude_frozen_parameters: as for `get_fp32_state_dict_from_zero_checkpoint`.
-        output_dir: a directory that does not exist.
+        output_dir: a directory that does not exist yet.
         max_shard_size: the most bytes of weights in one file, as a number or a text such as "5GB".
         safe_serialization: whether the files are safetensors.
 
     Raises:
-        ConfigError: `max_shard_size` is no size.
+        ConfigError: `max_shard_size` is not a size.
         CheckpointError, StoreError: as for `get_fp32_state_dict_from_zero_checkpoint`.
         ExportError: the directory exists or cannot be written.
     """
@@ -114,15 +115,16 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Load the weights of a checkpoint into a model, on the CPU, and return the model.
 
-    A model that belongs to an engine is taken out of it: it is a plain model then, in the dtype that it has there, and
-    the engine can only be closed. The other ranks do not have to call this, but a rank that takes out a model cannot
-    train on.
+    If the model belongs to an engine, it is taken out of the engine: it becomes a plain model and keeps its dtype, and
+    the engine can then only be closed. So this rank cannot go on training. The other ranks do not have to call this
+    function.
 
-    Parameters that the checkpoint does not have keep their values. Those of an engine would have none, so that such a
-    checkpoint is refused, and the model stays in its engine.
+    Parameters that the checkpoint does not have keep their values. But a parameter of an engine may have no values
+    outside of the engine. So if the model belongs to an engine and the checkpoint lacks a parameter, the call is
+    refused and the model stays in its engine.
 
     Args:
-        model: the model; an engine stands for its model.
+        model: the model, or an engine, whose model is then used.
 
     Raises:
         RuntimeError: the shapes do not fit; or the model belongs to an engine, and the checkpoint lacks a parameter, or
@@ -143,7 +145,7 @@ def load_state_dict_from_zero_checkpoint(
 def _require_all(
     engine: Engine, model: nn.Module, state: Mapping[str, torch.Tensor], checkpoint_dir: str | Path
 ) -> None:
-    """Raise RuntimeError unless a state has values for all parameters of an engine, by the names that `model` has."""
+    """Raise RuntimeError unless `state`, by the names in `model`, has values for all parameters of the engine."""
     given = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -159,7 +161,7 @@ def _require_all(
 
 @contextmanager
 def _open(checkpoint_dir: str | Path, tag: str | None) -> Iterator[StoredModel]:
-    """Hold the step of a checkpoint for reading within the context."""
+    """Have the stores hold the step of a checkpoint, and yield its model for reading within the context."""
     directory = Path(checkpoint_dir).absolute()
     wanted = files.read_latest(directory) if tag is None else files.check_tag(str(tag))
     if wanted is None:
@@ -167,13 +169,14 @@ def _open(checkpoint_dir: str | Path, tag: str | None) -> Iterator[StoredModel]:
     manifest = files.read_manifest(directory / wanted)
     stores = [store.address for store in manifest.stores]
     with open_model(stores, manifest.job, None, Credentials.from_environment(os.environ), kept=manifest.kept) as model:
-        # The manifest has all buffers, and the commit only small ones.
+        # The buffers are taken from the checkpoint's manifest, which has all of them, because the commit in the store
+        # has only the small ones.
         model.buffers = files.decode_buffers(manifest.buffers_of(0), str(directory / wanted / files.MANIFEST))
         yield model
 
 
 def _weights(model: StoredModel, *, with_frozen: bool) -> list[ModelTensor]:
-    """Return the tensors of the state dict; buffers are those that the store does not have as a kind."""
+    """Return a checkpoint's parameters as fp32, without the frozen ones unless `with_frozen`, and its buffers."""
     weights = model.weights(torch.float32)
     if with_frozen:
         return weights
@@ -182,7 +185,7 @@ def _weights(model: StoredModel, *, with_frozen: bool) -> list[ModelTensor]:
 
 
 def _bytes_of(size: str | int) -> int:
-    """Return the bytes of a size. It can raise ConfigError."""
+    """Return the bytes of a size, such as "5GB" or a number. It can raise ConfigError."""
     number, unit = (size, 1) if isinstance(size, int) else (size[:-2].strip(), _UNITS.get(size[-2:].upper(), 0))
     try:
         if (found := int(number) * unit) > 0:

@@ -56,7 +56,8 @@ from trainer_client.training.step.updates import Updates
 
 log = logging.getLogger(__name__)
 
-# All ranks together have the store fill at most 1 / _PREFETCH_SHARE of its host tier ahead of use.
+# The ranks of a run together ask the store to fetch at most 1 / _PREFETCH_SHARE of its host tier ahead of use, so that
+# most of the host tier stays free for other bytes.
 _PREFETCH_SHARE = 4
 
 
@@ -64,7 +65,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     """Return an engine at the job's newest step, or at step 0 of a new job. All ranks must call this.
 
     Args:
-        resources: closed with the engine, which takes all of them over.
+        resources: the engine takes them over, and closes them when it is closed.
     """
     made_with = record_run(user, rank, job)
     parts = _make_parts(user, rank, job, sizes, made_with, resources)
@@ -76,7 +77,8 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
             engine.take_over(job.resumed_state)
             line = resume_line(user, rank, job, sizes, made_with, job.resumed_state)
         if rank.collectives.rank == 0:
-            # Python prints a warning also if the user has configured no logging.
+            # The line about a new or resumed job is logged as a warning, because Python prints warnings even if the
+            # user has configured no logging.
             log.warning("%s", line)
         if job.handed_over_step is not None:
             engine.commit_initial_state()
@@ -102,7 +104,8 @@ def _make_parts(
     traces = _make_traces(rank, resources.all)
     clock = Clock()
     residency = _make_residency(rank, job)
-    # The copies end before the session does, which ends the leases that they read and write.
+    # `close` of the lanes ends the copies to and from the device. The engine calls it before it ends the session,
+    # because the copies read and write leased ranges, and the end of the session ends the leases.
     resources.all.callback(job.lanes.close)
     for unit in job.units:
         # The units unmap shared memory before the session ends, because memory that a unit still maps cannot be
@@ -209,16 +212,21 @@ def _make_commits(rank: RankContext, job: Job, resources: Resources) -> Commits:
 
 
 def _has_replicated_parts(rank: RankContext, job: Job) -> bool:
-    """Return whether the job has replicas, and its ranks use several daemons, each of which has a part of it."""
+    """Return whether the job has replicas and its ranks use several daemons.
+
+    In this case each daemon has only a part of the job, and each part has replicas of its own.
+    """
     return bool(rank.settings.paramserver.replicas) and job.sharers < rank.collectives.world_size
 
 
 def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Followers:
-    """Start the followers of this rank's store, if the config asks for replicas and this rank speaks for the store.
+    """Start the followers that copy this rank's part of the job to holders, if the config asks for replicas.
+
+    Only one rank of each daemon, the one whose `job.leads_store` is True, starts followers.
 
     Raises:
-        ConfigError: the config names too few other daemons, or the job is on several stores and does not wait for the
-            replicas.
+        ConfigError: the config names too few other daemons; or the job's parts are on several stores, and the
+            durability of the config does not have commits wait for the replicas.
     """
     section, store = rank.settings.paramserver, rank.store
     part = job.part if _has_replicated_parts(rank, job) else None
@@ -253,13 +261,13 @@ def _keep_replicas(rank: RankContext, job: Job, resources: Resources) -> Followe
 
 
 def _may_be_unused(settings: TrainingConfig) -> bool:
-    """Return whether a step may leave parameters without a gradient. DeepSpeed asks the key at stage 2 only."""
+    """Return whether a step may leave parameters without a gradient. As with DeepSpeed, the key counts at stage 2."""
     section = settings.zero_optimization
     return section.ignore_unused_parameters or section.stage != 2
 
 
 def _make_traces(rank: RankContext, resources: ExitStack) -> Sequence[StepTrace | StepExport]:
-    """Make the trace that goes to a file and the one that goes to a collector, if the config has them."""
+    """Make the trace that goes to a file and the one that goes to an OTLP collector, if the config has them."""
     section, number = rank.settings.paramserver, rank.collectives.rank
     traces: list[StepTrace | StepExport] = []
     if section.trace is not None:
@@ -309,7 +317,11 @@ def _make_activations(rank: RankContext, job: Job, resources: ExitStack) -> Acti
 
 
 def _make_small_reads(user: UserObjects, rank: RankContext, job: Job, commits: Commits) -> SmallReads:
-    """Return which parameters may be read outside of forwards: none if other ranks have their parts in other stores."""
+    """Return the object that says which small parameters the script may read outside of forwards.
+
+    Parameters up to the thresholds of the config may be read if all ranks use one store. Otherwise no parameter may be
+    read, because this rank cannot read the parts that are in the stores of other ranks.
+    """
     zero = rank.settings.zero_optimization
     world_size = rank.collectives.world_size
     meets_after_steps = world_size == 1 or job.gather.is_one_sided

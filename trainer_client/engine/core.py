@@ -1,7 +1,7 @@
-"""The parts of an engine, what the user sees of its progress, and the calls that are possible in its present phase.
+"""The parts of an engine, the counters that the user sees, and the checks that a call is possible at this point.
 
-This module owns the count of steps, the user's client state and what of both goes into a commit. It must never begin a
-pass, a step or a commit: states.py and engine.py have these verbs.
+This module owns the count of steps, the user's client state, and the encoding of both for a commit. It must never begin
+a pass, a step or a commit, because the methods in states.py and engine.py do.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from trainer_client.training.step.training_step import TrainingStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """The objects that an engine calls, made by assembly.py.
+    """The objects to which an engine's methods pass their calls. assembly.py makes them.
 
     Attributes:
         tiling: the parameters that are cut into tiles.
         states: the states of all groups.
-        changes: what the script changes in place.
-        gather: how the units' parameters come together.
-        activations: moves boundaries of activation checkpoints; None: they stay on the device.
+        changes: finds parameters that the script has changed in place.
+        gather: makes the parameters of units whole.
+        activations: moves boundaries of activation checkpoints; None: the boundaries stay on the device.
     """
 
     tiling: Tiling
@@ -71,13 +71,16 @@ class EngineParts:
 
 
 class EngineCore(EngineGetters):
-    """The base of the engine's verbs. Its public attributes are explained at `Engine`."""
+    """The base class of the engine, with the attributes, counters and checks that all of its methods use.
+
+    The docstring of `Engine` explains the public attributes.
+    """
 
     def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
-        """Join the parts.
+        """Set the engine's attributes to the parts, and its counters to 0.
 
         Args:
-            resources: closed when the engine leaves.
+            resources: closed when the engine is closed.
         """
         super().__init__()
         self.module = user.module
@@ -121,7 +124,8 @@ class EngineCore(EngineGetters):
         self._refusals = ModelRefusals(user.module, is_sharded=self._is_sharded)
         self._pickles = PlainPickles(user.module, is_sharded=self._is_sharded)
         self._parameters_of_model = user.parameters
-        # Whether the model has this engine's hooks; and whether it was given to a later engine, or to a checkpoint.
+        # `_has_model`: whether the model still has this engine's hooks. `_was_taken_over`: whether a later `initialize`
+        # or load_state_dict_from_zero_checkpoint() has taken the model from this engine, which is then of no more use.
         self._has_model = True
         self._was_taken_over = False
 
@@ -155,16 +159,17 @@ class EngineCore(EngineGetters):
             )
 
     def _fail_backward(self, error: BaseException) -> None:
-        """Give up the step and leave the other ranks, if a backward pass was under way, because it has failed."""
+        """If a backward pass is under way, give up the step and abandon the run, because the pass has failed."""
         if self._hooks.abort_backward():
             self._step.abandon()
             self._abandon_run("a backward pass", error)
 
     def _abandon_run(self, what: str, error: BaseException) -> None:
-        """Abandon the run, because this rank cannot take part in the step any more.
+        """Abandon the run, because this rank has failed in `what` and cannot take part in the step any more.
 
-        The other ranks must not wait for this rank, neither in a collective nor for its vote in the store. A failure in
-        a forked child is no failure of the rank.
+        This rank leaves its process groups and its session, so the other ranks wait for it neither in a collective nor
+        for its vote in the store. In a forked child of the rank's process the call does nothing, because a failure
+        there is no failure of the rank.
         """
         if self._collectives.world_size > 1 and self._process.is_here:
             self._collectives.abandon(what, error)
@@ -177,13 +182,16 @@ class EngineCore(EngineGetters):
         return self._micro_batches.backwards > 0 or self._hooks.phase is Phase.FORWARD
 
     def _client_state(self, *, ends_step: bool = False) -> bytes:
-        """Return what the next commit carries for this rank: the state at the end of the last step.
+        """Return this rank's client state for the next commit, encoded: the state at the end of the last step.
 
-        Where a step is under way, this is the state that it began with, because a run that goes on from the commit
-        begins the step anew. If that was not encoded, the generators and buffers are those of this moment.
+        If a step is under way, this is the state with which the step began, because a run that goes on from the commit
+        begins the step anew. If that state was not encoded at the time, the random generators and buffers of this
+        moment are taken instead.
 
         Args:
-            ends_step: whether a step ends, so that the script may still change buffers that belong to it.
+            ends_step: whether this is the call at the end of a step. The script may still change buffers that belong
+                to the step. So the result then lists the buffers that the script has changed after earlier steps, and a
+                resume can say that such changes may be missing.
         """
         if not ends_step and self._is_within_step and (state := self._commits.state_of_last_step) is not None:
             return state

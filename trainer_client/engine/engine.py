@@ -2,8 +2,8 @@
 
 This module owns the order of a step and the end of an engine; states.py has the methods that read, change and
 save states, memory.py those about memory of the device, and core.py the objects that all these methods
-call. This module must never communicate on its own, because other modules own the collectives, the leases and the
-hooks.
+call. This module must never call torch.distributed or the store itself, because other modules own the collectives, the
+leases and the hooks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from trainer_client.training.step.precision import LossScaler
 
 log = logging.getLogger(__name__)
 
-# The modes of torch.compile that record CUDA graphs.
+# The modes of torch.compile that record CUDA graphs. The engine warns of them, because each gather makes the recorded
+# graphs invalid.
 _RECORDING_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -66,7 +67,7 @@ class Engine(EngineMemory):
         module: the model. At stage 3, its parameters have no values outside of its forward.
         optimizer: gives the hyper-parameters of each step. `engine.step()` steps it.
         lr_scheduler: changes the optimizer's learning rates; None: there is none. `engine.step()` steps it.
-        global_steps: the number of steps made or skipped, which is the number of the job's newest step.
+        global_steps: the number of training steps made or skipped since the job began, earlier runs included.
         global_samples: the number of samples in these steps.
         resumed_step: the global step that the run started from; 0 for a new job.
         client_state: the user's own values (JSON-like, tensors too), for example a data cursor. They are committed with
@@ -75,17 +76,18 @@ class Engine(EngineMemory):
     """
 
     def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: Resources) -> None:
-        """Join the parts to an engine.
+        """Make an engine of the parts that assembly.py has made.
 
         Args:
-            resources: closed when the engine leaves.
+            resources: the engine takes them over, and closes them when it is closed.
         """
         super().__init__(user, rank, parts, resources.all.pop_all())
         own(user.parameters, self)
         user.optimizer.drive(self)
         if self.zero_optimization_partition_weights():
             user.optimizer.parameter_offload = ParameterOffload(user.module)
-        # The model's hooks keep the engine for as long as the model is used, also where only the model is.
+        # The hooks on the model refer to the engine, so the engine is not garbage-collected while a script keeps only
+        # the model.
         parts.hooks.serve(self)
         self._refusals.replace_zero_grad(user.module, self._drop_gradients)
         self._remains = Remains(self, resources.apart)
@@ -98,7 +100,7 @@ class Engine(EngineMemory):
         """The number of calls of `step`, one per micro-batch."""
         return self._micro_batches.micro_steps
 
-    # DeepSpeed's verbs
+    # The methods below have the names and meanings of those of DeepSpeed's engine.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype.
@@ -118,7 +120,7 @@ class Engine(EngineMemory):
             raise
 
     def _saving_boundaries(self) -> AbstractContextManager[None]:
-        """Return the context of a forward, in which boundaries of activation checkpoints may leave the device."""
+        """Return the context around a forward in which boundaries of activation checkpoints may leave the device."""
         return nullcontext() if self._activations is None else self._activations.saving()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -130,7 +132,7 @@ class Engine(EngineMemory):
 
         Args:
             loss: 0-D, the mean loss over this rank's micro-batch.
-            scale_wrt_gas: False: the loss is not divided by the accumulation steps.
+            scale_wrt_gas: if False, the loss is not divided by the accumulation steps.
 
         Returns:
             The loss divided by the accumulation steps.
@@ -177,10 +179,10 @@ class Engine(EngineMemory):
         return self._passes.scale(loss)
 
     def _backward_epilogue(self) -> None:
-        """Check that the user's `loss.backward()` has ended well. Its gradients are reduced by then.
+        """Check that the user's `loss.backward()` has not failed. It has reduced its gradients when it returns.
 
-        DeepSpeed's documentation tells scripts for versions before 0.18.3 to call this name on each engine, after the
-        backward pass of one loss of several engines.
+        The name is DeepSpeed's. Its documentation tells scripts for versions before 0.18.3 to call this method of each
+        engine after the backward pass of a loss that several engines have computed.
 
         Raises:
             PhaseError: the backward pass has failed.
@@ -190,18 +192,18 @@ class Engine(EngineMemory):
     def step(self) -> None:
         """End a micro-batch. At the accumulation boundary, make a step and commit it. All ranks must call this.
 
-        Return when the store has the gradients, and when the parameters and optimizer states that live on the device
-        are updated. The store goes on with its updates and with the commit; if they fail, the next step,
+        The call returns when the store has the gradients, and when the parameters and optimizer states that live on
+        the device are updated. The store goes on with its updates and with the commit; if they fail, the next step,
         `wait_for_commit` or `close` raises the error. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
-            ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
+            ConfigError: a parameter group or a parameter was changed so that no step can be made; no step was begun.
             ClientStateError: a value of `client_state`, of a parameter group or of the schedule cannot be committed; no
                 step was begun.
             PhaseError: there was no backward pass, or the last micro-batch of the step is within `no_sync`.
             UnusedParameterError: `zero_optimization.ignore_unused_parameters` is false, and no rank has a gradient of
                 some parameter.
-            NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped, or more.
+            NonFiniteGradientError: at least `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
@@ -243,10 +245,11 @@ class Engine(EngineMemory):
 
     def _make_step(self) -> None:
         """Make or skip the step, and begin its commit. All ranks must call this."""
-        # Every rank waits for the last commit before it takes part in the norm. So after the norm, the last step is
-        # committed on every rank.
+        # Every rank waits for its last commit before it takes part in the collective that computes the gradient's norm.
+        # So when a rank has the norm, the last step is committed on every rank.
         self._commits.wait()
-        # A program may have several engines.
+        # A program may have several engines, and the last step may have been another engine's. So this engine's
+        # attributes (job, step, rank) replace those of the other engine in log records.
         self._log_context.enter()
         self._log_context.step = self.global_steps + 1
         if self._adopt_changes():
@@ -275,8 +278,9 @@ class Engine(EngineMemory):
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter`, which belongs to another module, together with `module` from now on.
 
-        This is never necessary, because the engine notices the use of a parameter, but it saves torch.compile a cut in
-        the graph of `module`. DeepSpeed has the same function in `deepspeed.zero`.
+        The call is never necessary, because the engine gathers an external parameter when a forward uses it. But with
+        the call, torch.compile does not cut the graph of `module` there. DeepSpeed has the same function in
+        `deepspeed.zero`.
 
         Raises:
             ConfigError: the module or the parameter is not part of this engine's model.
@@ -301,7 +305,7 @@ class Engine(EngineMemory):
             self._hooks.show_gradients()
 
     def _drop_gradients(self, set_to_none: bool = True) -> None:
-        """Drop what `zero_grad` drops, and what torch has left in `.grad` of other parameters of the model."""
+        """Drop what `zero_grad` drops, and the `.grad` of parameters whose gradients the engine does not take."""
         self.zero_grad(set_to_none)
         if not self.has_gradient:
             type(self.module).zero_grad(self.module, set_to_none)
@@ -309,11 +313,12 @@ class Engine(EngineMemory):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradient of the step under way by its 2-norm when the step is made. All ranks must call this.
 
-        This counts in place of the config's `gradient_clipping`, for this step alone. Call it after the last backward
-        pass of the step, as `torch.nn.utils.clip_grad_norm_`.
+        `max_norm` replaces the config's `gradient_clipping` for this step alone. Call this method after the last
+        backward pass of the step, as `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm over all ranks before clipping, without the loss scale. If it is not finite, the step is skipped.
+            The norm over all ranks before clipping, without the loss scale. If the norm is not finite, the step is
+            skipped.
 
         Raises:
             RuntimeError: there is no gradient, or it is not reduced over the ranks yet (within `no_sync`).
@@ -324,7 +329,10 @@ class Engine(EngineMemory):
         return self._step.clip_by_norm(self._commits.next, max_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip each element of the gradient of the step under way when the step is made, as `clip_grad_norm_` does.
+        """Clip each element of the gradient to [-clip_value, clip_value] when the step under way is made.
+
+        The value replaces the config's `paramserver.gradient_clipping_value` for this step alone. Call this method
+        after the last backward pass of the step.
 
         Raises:
             RuntimeError: there is no gradient, or it is not reduced over the ranks yet (within `no_sync`).
@@ -350,8 +358,9 @@ class Engine(EngineMemory):
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.
 
-        As with DeepSpeed, a skipped step does not count, because programs log the norm or add it up: the norm is that
-        of the last step that was made, and 0.0 before this process has made one. The log has that of a skipped step.
+        As with DeepSpeed, a skipped step does not count, because programs log the norm or add it up. The result is the
+        norm of the last step that was not skipped, and 0.0 if this process has only skipped steps so far. The log has
+        the norms of skipped steps.
 
         Without clipping by norm, the norm of bf16 gradients on the CPU is rounded: it is right within 0.1 %.
         """
@@ -372,10 +381,10 @@ class Engine(EngineMemory):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep backward passes within the context from communicating, at any stage. Every rank must enter it alike.
+        """Let backward passes within the context reduce no gradients, at any stage. Every rank must enter it alike.
 
-        As with DDP's `no_sync`, their gradients stay whole on each rank's device until the next backward pass outside
-        of the context, or until the step.
+        As with DDP's `no_sync`, these gradients stay whole on each rank's device. The next backward pass outside of the
+        context reduces them, or else the step.
         """
         with self._micro_batches.no_sync():
             yield
@@ -384,8 +393,9 @@ class Engine(EngineMemory):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backward passes within the context once, at its end. All ranks must call this.
 
-        For steps of many backward passes, at any stage. `step` follows the context. Within it the gradients stay whole
-        on each rank's device, as within `no_sync`. If the context ends by an error, nothing is reduced.
+        Use the context for steps of many backward passes, at any stage, and call `step` after it. Within the context
+        the gradients stay whole on each rank's device, as within `no_sync`. If the context ends by an error, no
+        gradient is reduced.
 
         Raises:
             RuntimeError: the context is within `no_sync` or within another one of its kind.
@@ -404,7 +414,7 @@ class Engine(EngineMemory):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Return at once, because a backward pass has reduced its gradients over the ranks when it returns.
 
-        Those of `no_sync` are reduced by the next backward pass outside of it, or by the step.
+        Gradients of passes within `no_sync` are reduced by the next backward pass outside of it, or by the step.
 
         Args:
             bucket_size: has no effect, because gradients are reduced unit by unit.
@@ -412,7 +422,9 @@ class Engine(EngineMemory):
         self._require_open()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the micro-batch under way is the last of its step, until the next call.
+        """Set whether the micro-batch under way, and each later one until the next call, is the last of its step.
+
+        `step` makes a step only at the end of such a micro-batch.
 
         With None the config decides.
 
@@ -421,13 +433,14 @@ class Engine(EngineMemory):
         self._micro_batches.set_last(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step` makes a step."""
+        """Return whether the micro-batch under way is the last of its step, so that `step` makes or skips a step."""
         return self._micro_batches.is_last
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of samples in a step of all ranks, by the number of micro-batches in it, between two steps.
+        """Change the number of samples in a step of all ranks, by changing its number of micro-batches.
 
-        Every rank must call it alike. A resume has the batch size of its config again.
+        The call is possible between two steps. Every rank must call it alike. A later run of the job has the batch size
+        of its config again.
 
         Raises:
             ValueError: the size is not a multiple of the samples that the ranks have in one micro-batch each.
@@ -436,9 +449,10 @@ class Engine(EngineMemory):
         self._micro_batches.set_train_batch_size(train_batch_size, self.world_size, steps=self.global_steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the number of samples in a micro-batch of one rank, and with it that of a step, between two steps.
+        """Change the number of samples in a micro-batch of one rank, and so the number of samples in a step.
 
-        The user's loader has to give batches of this size. Every rank must call it alike.
+        The call is possible between two steps. The user's loader has to give batches of this size. Every rank must call
+        it alike.
 
         Raises:
             ValueError: the size is not positive.
@@ -449,7 +463,8 @@ class Engine(EngineMemory):
     def was_step_applied(self) -> bool:
         """Return whether the last call of `step` has updated the parameters.
 
-        It has not between the micro-batches of a step, and if the gradient was not finite.
+        The result is False if the call ended a micro-batch that was not the last of its step, or if the step was
+        skipped because the gradient was not finite.
         """
         return self._was_step_applied
 
@@ -459,11 +474,11 @@ class Engine(EngineMemory):
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """The loss scale, for reading."""
+        """The loss scaler, from which the user may read the loss scale. It must not be changed."""
         return self._scaler
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the model in place, as `module.compile` does. To compile its units instead, see docs/models.md."""
+        """Compile the model in place, as `module.compile` does. docs/models.md says how to compile single units."""
         arguments = dict(compile_kwargs or {})
         if (warning := _warning_of_graphs(self.device, arguments.get("mode"))) is not None:
             log.warning("%s", warning)
@@ -473,21 +488,24 @@ class Engine(EngineMemory):
         """Close the engine, as `close` does."""
         self.close()
 
-    # Functions that DeepSpeed does not have
+    # The methods below do not exist in DeepSpeed's engine.
 
     def give_up_model(self) -> None:
-        """Make the model a plain one, between two steps.
+        """Make the model a plain torch module with uninitialised parameters, between two steps.
 
-        Its parameters are uninitialised then, on the CPU, in the dtype that they have. The other ranks do not have to
-        call this. The engine can only be closed afterwards, which every rank has to do, as ever. What is committed
-        stays in the store.
+        The parameters are then on the CPU, in the dtype that they have. The other ranks do not have to call this.
+        Afterwards the engine cannot train any more, and every rank still has to call `close`. Committed steps stay in
+        the store.
         """
         self._require_between_steps("the end of the engine's use of its model")
         self._was_taken_over = True
         self._leave_model(self._hooks.give_up_model)
 
     def _leave_model(self, leave: Callable[[], None]) -> None:
-        """Make the model a plain one. `leave` removes the hooks, and leaves its parameters to the user."""
+        """Undo what the engine has changed in the model, so that the model is a plain torch module again.
+
+        `leave` removes the hooks and gives the parameters plain memory: `give_up_model` or `leave_model` of the hooks.
+        """
         if self._has_model:
             self._has_model = False
             leave()
@@ -497,9 +515,9 @@ class Engine(EngineMemory):
             disown(self._parameters_of_model)
 
     def hand_over_model(self) -> None:
-        """Make the model a plain one that has its present weights, and close the engine. All ranks must call this.
+        """Make the model a plain torch module with its present weights, and close the engine. All ranks must call this.
 
-        Its parameters are whole, on the CPU, in the dtype that they have.
+        The parameters are then whole, on the CPU, in the dtype that they have.
 
         Raises:
             RuntimeError: a step is under way, at stage 3.
@@ -528,12 +546,12 @@ class Engine(EngineMemory):
 
     @property
     def data_plane(self) -> str:
-        """The way of tensor bytes to this rank: "arena" (shared memory) or "streams" (gRPC)."""
+        """The way in which tensors pass between store and rank: "arena" (shared memory) or "streams" (gRPC)."""
         return self._store.plane.name
 
     @property
     def daemon_restarts(self) -> Sequence[Restart]:
-        """The restarts of the store daemon that this rank has outlived."""
+        """The restarts of the store daemon after which this rank has gone on training."""
         return self._store.restarts
 
     def placement(self) -> dict[str, dict[str, int]]:
@@ -548,22 +566,22 @@ class Engine(EngineMemory):
     def step_report(self) -> StepReport | None:
         """Return how this rank spent the time of the last step, and how far the step was from the roofline.
 
-        Return None before the first step. The other ranks do not have to call this. It waits for the store's answer to
-        a small question.
+        Return None before the first step. The other ranks do not have to call this. The call waits for the store's
+        answer to one small RPC.
         """
         return self._reporter.last()
 
-    # The end
+    # The methods below close the engine.
 
     def close(self) -> None:
-        """Commit the last step, wait for the other ranks, leave the job, and stop the daemon that belongs to it.
+        """Commit the last step, wait for the other ranks, leave the job, and stop the daemon if the run started it.
 
-        At stages 0 to 2 the model is a plain one afterwards, with its weights, on the device. At stage 3 it has none,
-        because they are in the store.
+        At stages 0 to 2 the model is afterwards a plain torch module with its weights, on the device. At stage 3 the
+        model has no weights afterwards, because they are in the store.
 
         A repeated call has no effect, and a step that is committed already is not committed again. All ranks must call
-        this, because a rank that leaves early would take the daemon away from ranks that still read. In a forked child
-        of the rank's process it has no effect.
+        this, because a rank that leaves early could stop the daemon while other ranks still read from it. In a forked
+        child of the rank's process the call has no effect.
         """
         if self._closed or not self._process.is_here:
             return
@@ -579,8 +597,8 @@ class Engine(EngineMemory):
     def close_without_commit(self) -> None:
         """Close the engine after a run that may have failed.
 
-        Begins no commit, waits only for the commit that is under way at this rank's store, and not for other ranks.
-        Idempotent.
+        The call begins no commit. It waits for the commit that is under way at this rank's store, and not for other
+        ranks. A repeated call has no effect.
         """
         if self._closed or not self._process.is_here:
             return
@@ -595,7 +613,8 @@ class Engine(EngineMemory):
             with self._resources:
                 self._commits.wait()
         except KeyboardInterrupt:
-            # The first Ctrl-C has ended the program already, so the second one only ends a wait of its end.
+            # If a first Ctrl-C is ending the program already, a second one ends only the wait for the commit, and is
+            # not raised.
             if not was_interrupted:
                 raise
             log.warning("paramserver: interrupted again, so the engine does not wait; committed steps are in the store")
@@ -604,9 +623,9 @@ class Engine(EngineMemory):
                 self._leave_model(self._hooks.leave_model)
 
     def _meet(self) -> None:
-        """Commit what came after the last step, with the other ranks. All ranks must call this.
+        """Commit what the script has changed since the last step, and wait for the other ranks.
 
-        If another rank has failed or gone, this is only logged.
+        All ranks must call this. If another rank has failed or gone, this rank only logs a warning.
         """
         try:
             self._commit_changes_of_script()
@@ -614,13 +633,13 @@ class Engine(EngineMemory):
             self._collectives.barrier("the end of the run")
             self._commits.record_settled()
         except CollectiveError as error:
-            # All steps are on all nodes, so nothing is lost if another rank has failed or gone.
+            # At a failure of another rank no step is lost, because the last step was committed on all nodes before.
             log.warning("leaving without the other ranks: %s", error)
 
-    # The behaviour of a module
+    # The methods below let the engine behave as a torch module and as a context.
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return the engine if `fn` would change no tensor, and refuse it if it would. It can raise RuntimeError."""
+        """Return the engine if `fn` would change no tensor of the model; else raise RuntimeError."""
         return refuse_conversion(self, fn, recurse)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -642,16 +661,18 @@ class Engine(EngineMemory):
             self._close_after_failure()
 
     def _close_after_failure(self) -> None:
-        """Close the engine as `close_without_commit` does. An error of the store is only logged."""
+        """Close the engine as `close_without_commit` does, but log an error of the store instead of raising it."""
         try:
             self.close_without_commit()
         except TrainerClientError as failure:
-            # Both fail if the session has ended, as after a long pause of this process, and one traceback is enough.
+            # If the session has ended, as after a long pause of this process, training raises an error and `close`
+            # raises another one. The traceback of the first error is enough, so that of the second goes to the debug
+            # log.
             log.warning("closing the engine failed too: %s", failure)
             log.debug("closing the engine failed too", exc_info=True)
 
     def _report(self) -> None:
-        """Begin the report of the step, and its line in the log if it is due."""
+        """Begin the report of the step. At each `steps_per_print`-th step, rank 0 also logs a line about the step."""
         line = None
         every = self._settings.steps_per_print
         if self._collectives.rank == 0 and every and self.global_steps % every == 0:
@@ -666,7 +687,7 @@ class Engine(EngineMemory):
 
 
 def _is_interrupted() -> bool:
-    """Return whether Ctrl-C is ending the program: its error is being handled, or no handler has caught it."""
+    """Return whether Ctrl-C is ending the program: KeyboardInterrupt is being handled, or no handler caught it."""
     return isinstance(sys.exception() or getattr(sys, "last_value", None), KeyboardInterrupt)
 
 
@@ -677,7 +698,7 @@ def _require_limit(what: str, limit: float) -> None:
 
 
 def _warning_of_graphs(device: torch.device, mode: object) -> str | None:
-    """Return the warning of a mode of torch.compile that does not fit gathers; None if the mode is fine."""
+    """Return a warning if a mode of torch.compile records CUDA graphs, which gathers invalidate; otherwise None."""
     if device.type == CPU or mode not in _RECORDING_MODES:
         return None
     return (

@@ -1,7 +1,7 @@
-"""The questions that DeepSpeed's engine answers about its config, its sizes, its place among the ranks and its model.
+"""The getters of DeepSpeed's engine: its config, batch sizes, ranks, ZeRO stage, precision and optimizer.
 
-This module owns nothing. It must never change anything: scripts that were written for DeepSpeed ask, and this base
-class of all engines answers with what the config says.
+This module owns nothing. It must never change anything: scripts that were written for DeepSpeed call these methods, and
+this base class of all engines returns what the config says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainer_client.training.step.precision import PrecisionPolicy
 
 
 class EngineGetters(nn.Module):
-    """The part of an engine that only answers questions. The engine sets the attributes.
+    """The base class of the engine with DeepSpeed's getters, which read attributes that the engine sets.
 
-    Attributes that the engine does not have are the model's.
+    An attribute that the engine does not have is looked up in the model.
     """
 
     module: nn.Module
@@ -48,7 +48,7 @@ class EngineGetters(nn.Module):
         """The names of the modules whose gradients are sparse: none, because gradients are dense."""
         return set()
 
-    # The batch sizes
+    # The getters below return batch sizes.
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches in a step."""
@@ -63,11 +63,15 @@ class EngineGetters(nn.Module):
         return self._micro_batches.sizes.train
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples of a step of all ranks, those of a micro-batch of one rank, and the accumulation steps."""
+        """Return three numbers: the train batch size, the micro-batch size and the accumulation steps.
+
+        They are the samples in a step of all ranks, the samples in a micro-batch of one rank, and the micro-batches in
+        a step.
+        """
         sizes = self._micro_batches.sizes
         return sizes.train, sizes.micro, sizes.accumulation
 
-    # The ranks
+    # The getters below return numbers of ranks.
 
     @property
     def global_rank(self) -> int:
@@ -93,7 +97,7 @@ class EngineGetters(nn.Module):
         """Return the number of this rank among those that share a step's samples."""
         return self._collectives.rank
 
-    # The stage and the offload
+    # The getters below return the ZeRO stage, and what is offloaded and gathered.
 
     def zero_optimization(self) -> bool:
         """Return whether the stage is 1 or higher."""
@@ -112,11 +116,11 @@ class EngineGetters(nn.Module):
         return self._settings.zero_optimization.stage == 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return whether programs that save the model, as Accelerate does, are to gather whole weights for that."""
+        """Return whether a program that saves the model, such as Accelerate, has to gather all weights first."""
         return self._settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def zero_enable_sanity_checks(self) -> bool:
-        """Return whether a change within `GatheredParameters` that no rank keeps is an error."""
+        """Return whether a change of parameters within `GatheredParameters` is an error if it would be lost."""
         return self._settings.zero_optimization.enable_sanity_checks
 
     def zero_cpu_offload(self) -> bool:
@@ -124,7 +128,7 @@ class EngineGetters(nn.Module):
         section = self._settings.zero_optimization.offload_optimizer
         return section is not None and section.device == "cpu"
 
-    # Precision
+    # The getters below return the settings of precision.
 
     def fp16_enabled(self) -> bool:
         """Return whether the model computes in fp16."""
@@ -155,7 +159,7 @@ class EngineGetters(nn.Module):
         return self._settings.fp16.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale follows overflows."""
+        """Return whether the loss scale is dynamic: it falls at an overflow, and grows when none has come for long."""
         return self._settings.fp16.enabled and self._settings.fp16.loss_scale == 0
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -164,7 +168,7 @@ class EngineGetters(nn.Module):
         compute = policy.compute_dtype or torch.float32
         return compute, policy.accumulation_dtype or compute
 
-    # The optimizer
+    # The getters below return settings of the optimizer and of the training loop.
 
     def gradient_clipping(self) -> float:
         """Return the limit of the gradient's norm; 0 if there is no limit."""

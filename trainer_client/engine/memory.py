@@ -1,4 +1,4 @@
-"""The engine's methods about what it has on the device of its rank between two steps, to leave the room to others.
+"""The engine's methods that free memory of its rank's device between two steps, for other programs or longer inputs.
 
 This module owns the order in which states and copies of parameters leave the device and come back. It must never change
 a value.
@@ -17,12 +17,12 @@ from trainer_client.training.step.phases import Phase
 
 
 class EngineMemory(EngineStates):
-    """The part of the engine that gives memory of the device back for a while."""
+    """The base class of the engine with the methods that free memory of this rank's device for a while."""
 
     def empty_partition_cache(self) -> None:
         """Release the memory of gathered parameters between two steps. The next forward gathers them again.
 
-        Within a step the call has no effect, because the backward pass needs what is still gathered.
+        Within a step the call has no effect, because the backward pass needs the units that are still gathered.
         """
         self._require_open()
         if self._micro_batches.backwards == 0 and self._hooks.phase is Phase.IDLE:
@@ -37,16 +37,16 @@ class EngineMemory(EngineStates):
     ) -> None:
         """Move states from this rank's device into host memory, to leave the device to another program for a while.
 
-        With the parameters (`lp_params`), the memory of `paramserver.gpu_budget` is given back for that time, too.
-        Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's forward. What the
-        store has anyway does not move. On the CPU, the call makes a copy all the same. A failure brings all states
-        back.
+        If the parameters (`lp_params`) are among the states, the memory of `paramserver.gpu_budget` is freed for that
+        time, too. Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's
+        forward. States that live in the store do not move. If the rank's device is the CPU, the call copies the states
+        all the same. If the call fails, all states are moved back.
 
         Args:
             include: the kinds of state, as `OffloadStateTypeEnum`; None: all.
             device: only "cpu" is possible.
             pin_memory: whether to page-lock the copies.
-            non_blocking: whether to return before the copies are complete; page-locked ones only.
+            non_blocking: whether to return before the copies are complete. Only page-locked copies can do so.
 
         Raises:
             ConfigError: another device was given.
@@ -59,7 +59,8 @@ class EngineMemory(EngineStates):
             self._require_open()
         if self._access.is_holding:
             raise RuntimeError("offload_states() within gathered(): leave it first")
-        # The commit under way may still read what the device has.
+        # A commit under way may still read states from the device, so the engine waits for its end before it moves the
+        # states.
         self._commits.wait()
         self._hooks.begin_offload()
         which: Container[DeviceState] = list(DeviceState) if include is None else include
@@ -68,26 +69,28 @@ class EngineMemory(EngineStates):
                 self._device_copies.withdraw()
             self._offload.offload(which, pinned=pin_memory, non_blocking=non_blocking)
         except BaseException:
-            # All states and the memory for copies come back, also those that an earlier call has moved.
+            # If moving a state fails, all states come back to the device, and so does the memory for device copies.
+            # This includes the states that an earlier call has moved.
             self.reload_states()
             raise
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move the states that `offload_states` has moved back to the device. Without effect if there are none."""
+        """Move all states that `offload_states` has moved back to the device. If it has moved none, do nothing."""
         if self._hooks.phase is Phase.OFFLOADED:
             self._offload.reload(non_blocking=non_blocking)
             self._device_copies.restore()
             self._hooks.end_offload()
 
     def state_devices(self, state: DeviceState) -> set[torch.device]:
-        """Return the devices that have a kind of state of this rank; memory and files of the store are the CPU's."""
+        """Return the devices on which this rank's state of one kind is. State in the store counts as on the CPU."""
         return self._offload.devices_of(state)
 
     def set_gpu_budget(self, nbytes: int) -> None:
         """Change `paramserver.gpu_budget` of this rank, between two steps.
 
-        With less than before, copies of parameters leave the device, and their memory is given back to torch. Use this,
-        for example, before a phase with longer sequences. No effect on the CPU.
+        If the budget becomes smaller, copies of parameters leave the device, and their memory is given back to torch.
+        Use this, for example, before a phase with longer sequences. If the rank's device is the CPU, the call has no
+        effect.
 
         Raises:
             ConfigError: the number is negative.
@@ -101,7 +104,8 @@ class EngineMemory(EngineStates):
         self._require_open()
         if self._access.is_holding:
             raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
-        # The commit under way may still hold leases.
+        # A commit under way may still hold leases of device copies, so the engine waits for its end before it changes
+        # the memory for device copies.
         self._commits.wait()
         self._hooks.begin_offload()
         try:

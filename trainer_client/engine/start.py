@@ -1,7 +1,7 @@
-"""The start of an engine with an optimizer, step by step. If a step fails, all steps are undone.
+"""The start of an engine with an optimizer. If a part of the start fails, all earlier parts are undone.
 
-The ranks meet, find or start a daemon, open a session and the job, and assembly.py makes the engine. This module owns
-the order of these steps. It must never leave a daemon, a session or a process group behind after an error.
+The ranks join their process groups, find or start a daemon, and open a session and the job. Then assembly.py makes the
+engine. This module owns this order. It must never leave a daemon, a session or a process group behind after an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class InitialArguments:
 
     Attributes:
         weights, strict_weights, param_init_fn: see `initialize`.
-        former_engines: the open engines that the model belongs to.
+        former_engines: the open engines of earlier calls of `initialize` that have parameters of this model.
     """
 
     weights: str | Path | None = None
@@ -75,9 +75,10 @@ class InitialArguments:
     former_engines: Sequence[Engine] = ()
 
     def take_over(self) -> None:
-        """Make the model of the former engines a plain one, with its weights, and close them. All ranks must call this.
+        """Make the model a plain torch module with its weights again, and close the former engines.
 
-        The caller shares the process group and the daemon with them already, so that these stay.
+        All ranks must call this. Call it when the new engine shares the process group and the daemon with the former
+        engines already, so that the end of the former engines leaves both open.
         """
         for engine in self.former_engines:
             engine.hand_over_model()
@@ -93,7 +94,7 @@ class InitialArguments:
         """Return the initial values of a model. All ranks must call this.
 
         Args:
-            are_rounded: whether they are rounded to the dtype in which the model computes.
+            are_rounded: whether the values are rounded to the dtype in which the model computes.
         """
         return InitialValues(
             model,
@@ -108,14 +109,16 @@ class InitialArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The start of one engine: the arguments of `initialize`, and what follows from them on this rank alone.
+    """The start of one engine: `initialize` makes this object from its arguments, and calls `open_engine`.
+
+    The other attributes are objects that each rank makes by itself, without communication.
 
     Attributes:
         parameters: the parameters of `model`, in the model's order.
         policy: chooses the units of the model.
         optimizer: the optimizer over the store.
-        scheduler: the schedule that drives it, if there is one.
-        initial: the source of a new job's values.
+        scheduler: the schedule of the optimizer's learning rates, if there is one.
+        initial: the source of a new job's initial values.
         training_data, collate_fn, lr_scheduler, checkpoint, unit_policy: see `initialize`.
     """
 
@@ -138,7 +141,8 @@ class Start:
         """Return the engine, and the loader of the training data if there are such data. All ranks must call this.
 
         Args:
-            args: the script's arguments, which get the rank's number on its node.
+            args: the script's arguments, whose attribute `local_rank`, if there is one, gets the rank's number on its
+                node.
             processes: the arguments `dist_init_required` and `distributed_port` of `initialize`.
             prefer_streams: see `initialize`.
         """
@@ -148,8 +152,8 @@ class Start:
             recorder = Recorder()
             local_rank, collectives = join_ranks(self.settings, processes, joined, recorder)
             set_local_rank(args, local_rank)
-            # This comes first, because ranks that differ would wait for each other, or for a daemon that none of them
-            # starts.
+            # The ranks compare their settings before they look for the daemon and the job. Ranks with different
+            # settings would wait for each other there, or for a daemon that no rank starts.
             require_agreement(self._declare(collectives.device), local_rank, collectives)
             batch = resolve_batch_sizes(self.settings, collectives.world_size)
             if collectives.rank == 0:
@@ -159,8 +163,9 @@ class Start:
             store_address = find_store(self.settings, collectives, local_rank, resources.apart)
             settings = self._choose_job(*store_address, collectives, local_rank, resources.apart)
             store, log_context = _connect(settings, *store_address, collectives, prefer_streams, recorder, resources)
-            # The process group is left before the daemon is stopped. After an error here, other ranks in a collective
-            # with this one fail at once then, and end their sessions, for which the end of the daemon waits.
+            # This rank leaves the process group before it stops the daemon that it has started, because the daemon
+            # waits at its end for the sessions of the other ranks. After an error on this rank, ranks that wait in a
+            # collective for it fail as soon as it leaves, and end their sessions.
             resources.all.callback(joined.close)
             user = UserObjects(
                 module=self.model,
@@ -183,8 +188,8 @@ class Start:
     def _declare(self, device: torch.device) -> Declaration:
         """Return the settings, parameters and arguments of this rank, which must be the same on all ranks.
 
-        Of objects that cannot be compared between ranks, only whether each is given is declared, and the size of the
-        training data.
+        Objects such as a scheduler or a dataset cannot be compared between ranks. So the declaration says only whether
+        each is given, and the number of samples of the training data.
         """
         arguments = {
             "lr_scheduler": self.lr_scheduler,
@@ -221,7 +226,7 @@ class Start:
         )
 
     def _make_loader(self, batch: BatchSizes, collectives: Collectives) -> DataLoader[Any] | None:
-        """Return the loader of the training data as the config asks for it; None if there are no such data."""
+        """Return the loader of the training data as the config asks for it; None if `training_data` is None."""
         return make_loader(
             self.training_data,
             batch,
@@ -236,10 +241,10 @@ class Start:
     def _choose_job(
         self, address: str, credentials: Credentials, collectives: Collectives, local_rank: int, resources: ExitStack
     ) -> TrainingConfig:
-        """Take the model over from its former engines, and return the settings with the job of the new one.
+        """Take the model over from its former engines, and return the settings with the job of the new engine.
 
-        The new engine shares the process group and the daemon with the former ones by now, so that these stay. All
-        ranks must call this.
+        All ranks must call this. The new engine shares the process group and the daemon with the former engines
+        already, so the end of the former engines leaves both open.
         """
         self.initial.take_over()
         chosen = choose_job(self.settings, address, credentials, collectives, resources)
@@ -261,13 +266,13 @@ class Start:
 
 
 def set_local_rank(args: Any, local_rank: int) -> None:
-    """Set the rank's number on its node in the script's arguments, if they have an attribute for it."""
+    """Set `args.local_rank` to the rank's number on its node, if the script's arguments have this attribute."""
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank
 
 
 def _describe_scheduler(argument: SchedulerArgument, section: ScheduleSection | None) -> str:
-    """Return DeepSpeed's line for the log that says where the scheduler is from."""
+    """Return the log line that says, as DeepSpeed's, whether the scheduler is from the config or from the script."""
     configured = None if section is None else section.type
     if argument is None:
         return f"using configured LR scheduler = {configured}"
@@ -276,7 +281,7 @@ def _describe_scheduler(argument: SchedulerArgument, section: ScheduleSection | 
 
 
 def _log_config(settings: TrainingConfig, batch: BatchSizes) -> None:
-    """Log what differs between the config and what it means here. Rank 0 does this for all ranks."""
+    """Log the values for "auto", keys of the config without an effect, and missing clipping. Only rank 0 calls this."""
     if automatic := describe_automatic(settings, batch):
         log.info("%s", automatic)
     if without_effect := describe_without_effect(settings, os.environ):
@@ -296,7 +301,7 @@ def _connect(
 ) -> tuple[RankStore, LogContext]:
     """Open a session with the daemon at `address`.
 
-    Return the store, and what this rank's log records carry from now on.
+    Return the store, and the context (job, rank, session) that this rank's log records carry from now on.
     """
     log_context = begin_log_context(settings.paramserver.job)
     log_context.rank = collectives.rank

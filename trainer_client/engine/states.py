@@ -1,7 +1,7 @@
-"""The engine's verbs over the states in the store: whole models, files, checkpoints and single parameters.
+"""The engine's methods that read, change, save and load states: of whole models, of checkpoints, of parameters.
 
 This module owns when a change of states is committed: as a commit of its own, between two passes. It must never make a
-step; `training/access.py` reads and changes the states, and `training/run/checkpoints.py` knows the checkpoints.
+training step. `training/access.py` reads and changes the states, and `training/run/checkpoints.py` knows checkpoints.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from trainer_client.training.step.phases import Phase
 
 log = logging.getLogger(__name__)
 
-# The beginning of the names that the engine, as a module, gives to the model's parameters.
+# The engine is a module whose child `module` is the model, so the names of the model's parameters begin with this
+# prefix in a state dict of the engine.
 _PREFIX = "module."
 
 
 class EngineStates(EngineCore):
-    """The part of the engine that reads, changes, saves and loads states."""
+    """The base class of the engine with the methods that read, change, save and load states."""
 
     def wait_for_commit(self) -> None:
         """Wait until the newest commit is safe: on all nodes of the job, as durable as the job's durability class says.
 
-        The next run of the job goes on from it or from a later one, whichever ranks die. With `paramserver.durability`
-        "replicated" it is on all replicas, too; docs/resume.md says what is safe with "snapshot:N". The other ranks
-        need not call this, and may be anywhere in the loop.
+        The next run of the job goes on from this commit or from a later one, even if any ranks die. With
+        `paramserver.durability` "replicated" the commit is on all replicas, too; docs/resume.md says what is safe with
+        "snapshot:N". The other ranks need not call this, and may be anywhere in the loop.
 
-        What this rank has changed in buffers and in `client_state` since the step goes to the commit, too. It counts
-        when every rank has called this after its own changes, because a step has the changes of all ranks or of none. A
-        call within a step adds nothing.
+        The call also adds to the commit what this rank has changed in buffers and in `client_state` since the step.
+        Such changes count only when every rank has called this after its own changes, because a resume takes the
+        changes of all ranks or of none. A call between a forward and the end of its step adds nothing.
 
         Raises:
             ClientStateError: a value of `client_state` cannot be committed.
@@ -61,19 +62,19 @@ class EngineStates(EngineCore):
     def commit_last_step(self) -> None:
         """Commit the last step if no commit has it yet, and wait for the commit. All ranks must call this.
 
-        This is for `paramserver.durability` "snapshot:N", where the steps after the last N-th one are otherwise
-        committed by `close`. It raises what `wait_for_commit` raises.
+        This is for `paramserver.durability` "snapshot:N", with which only every N-th step and the run's last one, at
+        `close`, are committed. It raises what `wait_for_commit` raises.
         """
         self._commits.commit_last_step()
         self._commits.wait_until_settled()
         self._commit_changes_of_script()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the model's state by name, on the CPU: fp32 (master) weights; all other entries as they are.
+        """Return the model's state by name, on the CPU: fp32 (master) weights; buffers and extra states as they are.
 
         All ranks must call this.
 
-        The same model outside of the engine can load the dict with `strict=True`.
+        A plain copy of the model, without an engine, can load the dict with `strict=True`.
 
         Args:
             rank0_only: whether only rank 0 gets the state. The other ranks take part, and get an empty dict.
@@ -85,8 +86,9 @@ class EngineStates(EngineCore):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of the engine as a module, by names that begin with "module."; the arguments are torch's.
 
-        At stage 3, parameters that are not gathered have no elements in it, as with DeepSpeed: the dict has the names,
-        dtypes and buffers of the model. `full_state_dict` returns the values. Not a collective.
+        At stage 3, parameters that are not gathered have no elements in the dict, as with DeepSpeed: the dict has the
+        names, dtypes and buffers of the model. `full_state_dict` returns the values. The other ranks need not call
+        this.
         """
         if not has_released(self.module):
             return super().state_dict(*args, **kwargs)
@@ -102,13 +104,13 @@ class EngineStates(EngineCore):
     ) -> StateDictNames:
         """Set the model's weights, buffers and extra states, between two steps, in a commit. All ranks must call this.
 
-        Optimizer states stay as they are. Every rank must give the same values. Entries that modules put into their
-        state dict by functions of their own are given to these modules; no commit has them.
+        Optimizer states stay as they are. Every rank must give the same values. A module may put entries of its own
+        into its state dict (by a state-dict hook). Such entries are given to the module, and no commit contains them.
 
         Args:
             state_dict: values by name, as `full_state_dict` or the model's `state_dict` returned them, in any
-                floating-point dtype; the prefix "module." of all names may be there.
-            strict: whether the names must be those of the model.
+                floating-point dtype. The names may all begin with "module.".
+            strict: whether the names must be exactly those of the model.
             assign: only False is possible, because parameters keep their memory.
 
         Returns:
@@ -123,7 +125,8 @@ class EngineStates(EngineCore):
         self._require_between_steps("load_state_dict()")
         found = self._access.compare_names(state_dict)
         if found.unexpected_keys and all(name.startswith(_PREFIX) for name in state_dict):
-            # A model may have a child that is called `module`, so the prefix is removed only if the names fit better.
+            # A model may have a child that is called `module`. So the prefix is removed from the given names only if
+            # more of them are names of the model without it.
             unprefixed = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
             compared = self._access.compare_names(unprefixed)
             if len(compared.unexpected_keys) < len(found.unexpected_keys):
@@ -134,7 +137,8 @@ class EngineStates(EngineCore):
                 f"{', '.join(found.unexpected_keys) or 'none'}: give the model's own state, or strict=False"
             )
         changes = self._access.weight_changes(state_dict)
-        # This comes before the change, so that an error of a module's own functions does not end the run.
+        # The modules' own functions that load their entries run before the change of states begins, because an error
+        # within such a change ends the run.
         self._access.load_own_entries(state_dict)
         with self._changing():
             self._access.set_beside_parameters(state_dict)
@@ -149,12 +153,13 @@ class EngineStates(EngineCore):
 
         All ranks must call this.
 
-        Return when the arguments are found to be right and the destination can be written. Rank 0 then writes on a
-        thread of its own, from the store, while training goes on. What is written is that step, because the next commit
-        waits until the store holds the step for the export. `close` waits for the export.
+        The call returns when rank 0 has checked the arguments and that the destination can be written. Rank 0 then
+        reads the step from the store and writes the files on a thread of its own, while training goes on. The next
+        commit waits until the store holds the step for the export, because a commit may delete the step before it.
+        `close` waits for the export.
 
         Args:
-            format: as for `trainer_client.exchange.export.export_step`, like all arguments.
+            format: see `trainer_client.exchange.export.export_step`, which explains all of these arguments.
             destination: a directory that does not exist, or a URL of one that fsspec knows.
             options: further arguments of `export_step`, such as `dtype`, `optimizer` and `adapter`. `kept` names a step
                 that the job keeps, as a checkpoint's manifest does.
@@ -164,8 +169,8 @@ class EngineStates(EngineCore):
             None on the other ranks. An error of the store is in these futures and in the log, and training goes on.
 
         Raises:
-            ConfigError: an argument is malformed, or does not go with the format; on rank 0.
-            ExportError: the destination exists or cannot be written; on rank 0.
+            ConfigError: an argument is malformed, or does not fit the format; raised on rank 0 alone.
+            ExportError: the destination exists or cannot be written; raised on rank 0 alone.
         """
         self._require_between_steps("an export")
         self._commit_changes_of_script()
@@ -174,17 +179,20 @@ class EngineStates(EngineCore):
         try:
             if self._collectives.rank == 0:
                 options.setdefault("credentials", self._store.credentials)
-                # A kept step has its number from the store, and was committed when it was kept.
+                # If a kept step is exported, the export asks the store for the step's number. A kept step is committed
+                # already, so the export waits for no commit.
                 is_kept = options.get("kept") is not None
                 job, step = self._settings.paramserver.job, None if is_kept else self._commits.newest
                 unique, committed = list(dict.fromkeys(stores)), None if is_kept else self._commits.answered()
                 pending = begin_export(unique, job, step, destination, committed=committed, format=format, **options)
-                # The run's own daemon is stopped when the engine leaves, so the engine waits for the export.
+                # `close` stops a daemon that the run has started, and the export reads from this daemon, so `close`
+                # waits for the export first.
                 self._resources.callback(wait, [pending.persisted])
                 pending.accepted.result()
         finally:
-            # If rank 0 raises an error, the other ranks do not know of it, so rank 0 meets them before the next commit,
-            # too.
+            # Before the next commit, every rank waits in the barrier of `_wait_until_staged`. If the export fails at
+            # once, only rank 0 knows that, so rank 0 comes to the barrier also then, because the other ranks wait for
+            # it.
             self._commits.hold_next(partial(self._wait_until_staged, pending))
         return pending
 
@@ -227,7 +235,7 @@ class EngineStates(EngineCore):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the weights as forward computes with them on rank 0, and None on the others. All ranks must call this.
 
-        Accelerate and the Trainer of transformers call this name of DeepSpeed's to save the model.
+        The method has DeepSpeed's name, because Accelerate and the Trainer of transformers call it to save the model.
         """
         self._require_open()
         weights = self._parameter_state_dict(exclude_frozen_parameters)
@@ -255,8 +263,9 @@ class EngineStates(EngineCore):
         Nothing is copied: the store keeps the bytes that it has of the step, until the checkpoint is removed by the
         retention of the config (`paramserver.checkpoints`), or forgotten. The manifest appears when it is complete.
 
-        Between the micro-batches of a step, the checkpoint has the state at the end of the last step, and no gradients:
-        a run that loads it begins the step anew. Only buffers beyond 256 KiB have the values of the save then.
+        If the call comes between the micro-batches of a step, the checkpoint has the state at the end of the last step,
+        and no gradients: a run that loads it begins the step anew. The only exception are buffers larger than 256 KiB,
+        which have their values at the time of the call.
 
         Args:
             save_dir: directory of the checkpoints, made if need be. Rank 0 writes there. "" and None are refused.
@@ -273,7 +282,7 @@ class EngineStates(EngineCore):
 
         Raises:
             CheckpointError, StoreError, OSError: the checkpoint could not be saved; StoreBudgetError: the store has no
-                room to keep the step beside those to come. No committed step is lost, and training can go on.
+                room to keep the step beside later steps. No committed step is lost, and training can go on.
             ConfigError: `save_dir` names no directory.
             PhaseError: a backward pass or a step is under way.
         """
@@ -311,24 +320,25 @@ class EngineStates(EngineCore):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint that `save_checkpoint` has saved. All ranks must call this.
 
-        The values of its step become a new commit of this job, so that later checkpoints stay. The checkpoint may be of
-        another job and of another number of ranks. With all that is loaded by default, the next steps have the bits of
-        those that followed the save: the count of steps, schedules, the loss scale, random generators and the cursor
-        of the data are those of the save, too.
+        The values of the checkpoint's step become a new commit of this job, so that later checkpoints stay. The
+        checkpoint may be of another job and of another number of ranks. With the default arguments, the count of steps,
+        schedules, the loss scale, random generators and the cursor of the data are loaded, too. So the next steps
+        repeat, bit for bit, the steps that followed the save.
 
         Args:
             load_dir: directory of the checkpoints; rank 0 reads there.
             tag: name of the checkpoint's directory; None: what the file `latest` names.
-            load_module_strict: whether the model must have exactly the parameters of the checkpoint. If not, what fits
-                in name and shape is loaded.
+            load_module_strict: whether the model must have exactly the parameters of the checkpoint. If False, the
+                parameters whose name and shape fit are loaded.
             load_optimizer_states: False: optimizer states, their counts and the loss scale stay as they are.
             load_lr_scheduler_states: False: the schedule stays as it is.
             load_module_only: whether nothing but weights, buffers and extra states of modules is loaded.
             custom_load_fn: only None is possible, because the values go from the store into the store.
 
         Returns:
-            The path of the checkpoint's manifest, and the `client_state` of this rank's `save_checkpoint`; a rank that
-            did not save gets that of rank 0. (None, None), and a warning, if `tag` is None and there is no `latest`.
+            The path of the checkpoint's manifest, and the `client_state` that this rank gave to `save_checkpoint`. A
+            rank that did not take part in the save gets the `client_state` of rank 0. If `tag` is None and there is no
+            file `latest`, a warning is logged and (None, None) is returned.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
@@ -358,11 +368,12 @@ class EngineStates(EngineCore):
                 self._go_on_from(progress, loaded.run_state["user"])
             self._commit_change()
         if self._collectives.rank == 0:
-            # A start has said from which step it goes on, and that is no longer true.
+            # The run has logged at its start from which step it goes on. After `load_checkpoint` that line is wrong, so
+            # a new line says the next step.
             log.warning("paramserver: loaded %s: the next step is %d", loaded.path, self.global_steps + 1)
         return loaded.path, loaded.client_state
 
-    # These methods read and change the states of single parameters.
+    # The methods below read and change the states of single parameters.
 
     def is_trained(self, parameter: ParameterKey) -> bool:
         """Return whether a parameter is trained, or was trained before it was frozen. It can raise ConfigError.
@@ -379,10 +390,10 @@ class EngineStates(EngineCore):
         Args:
             parameter: the parameter, or its FQN.
             kind: "param" (the values that forward computes with, in their dtype), "master" (the fp32 weight), "grad"
-                (between backward and step: the mean, or the sum, over ranks so far, not scaled), or a state of the
-                optimizer by torch's name, as "exp_avg". All but "param" are fp32. A gradient that the ranks have not
-                reduced yet (within `no_sync`, or before the last backward of a step in which only that one reduces) is
-                reduced for this call alone.
+                (between backward and step: the mean, or the sum, over ranks of the gradients so far, without the loss
+                scale), or a state of the optimizer by torch's name, as "exp_avg". All but "param" are fp32. A gradient
+                that the ranks have not reduced yet (within `no_sync`, or before the last backward of a step in which
+                only the last one reduces) is reduced for this call alone.
 
         Returns:
             The values in the parameter's shape. None for "grad" if no rank has a gradient in this step.
@@ -396,8 +407,8 @@ class EngineStates(EngineCore):
     def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return this rank's part of one kind of a parameter: [n] of the flattened parameter; n may be 0.
 
-        This is like `get_full`, but the other ranks do not have to call it. For a gradient that no rank has, None or
-        zeros are returned.
+        The values are as those of `get_full`, but the other ranks do not have to call this. For a gradient that no rank
+        has, None or zeros are returned.
 
         Raises:
             ConfigError: there is no such parameter or kind.
@@ -410,11 +421,11 @@ class EngineStates(EngineCore):
     def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
         """Change one kind of a parameter, on all ranks. All ranks must call this with the same value.
 
-        "param" and "master" are one weight and change together. A gradient can be changed between backward and step,
-        also that of a parameter which the backward pass has not reached, if it has reached another one of its unit.
-        All other kinds can be changed wherever no forward waits for its backward, as a commit of its own: after a
-        resume, either the whole change is there or nothing of it. Gradients that are there stay, so a step after
-        backward and the change updates the new values. `set_many` makes several changes in one commit.
+        "param" and "master" are one weight and change together. A gradient can be changed between backward and step. A
+        parameter that the backward pass has not reached can be given a gradient, if the pass has reached another
+        parameter of its flat group. All other kinds can be changed wherever no forward waits for its backward. Each
+        change is a commit of its own, so a resume has the whole change or nothing of it. A change keeps the gradients
+        of the step under way, so `step()` then updates the new values. `set_many` makes several changes in one commit.
 
         Args:
             value: the new values in the parameter's shape, of any dtype and on any device.
@@ -426,7 +437,7 @@ class EngineStates(EngineCore):
         self._set({(parameter, kind): value}, local=False)
 
     def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
-        """Change one kind of a parameter, as `set_full`.
+        """Change one kind of a parameter as `set_full` does, but each rank gives only its own part.
 
         All ranks must call this, each with its own part [n], as `get_local` returns it.
         """
@@ -440,7 +451,8 @@ class EngineStates(EngineCore):
         """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included.
 
         The other ranks do not have to call this. Each part says which elements of which parameter it has, so that the
-        dicts of all ranks together are the whole state, for any number of ranks. (`full_state_dict` gathers it.)
+        dicts of all ranks together are the whole state, for any number of ranks. (`full_state_dict` returns the whole
+        state on each rank.)
         """
         self._require_open()
         return self._access.shards(kind)
@@ -456,9 +468,9 @@ class EngineStates(EngineCore):
         Args:
             parameters: the parameters, or a module, for all of its parameters.
             modifier_rank: the rank that may change the parameters (in place, under torch.no_grad). At the end of the
-                context all ranks get its values, as a commit of its own. An element that it does not change keeps its
-                fp32 value. It may call `load_state_dict` of a module, if that loads these parameters only. None: no
-                rank may change them (at stages 0 to 2, where changes in place count, all ranks alike may).
+                context all ranks get the values of this rank, in a commit of their own. An element that this rank does
+                not change keeps its fp32 value. This rank may call `load_state_dict` of a module, if that loads these
+                parameters only. None: no rank may change them. (At stages 0 to 2, all ranks may make the same change.)
 
         Raises:
             InPlaceChangeError: parameters were changed without `modifier_rank`, at stage 3.
@@ -496,10 +508,16 @@ class EngineStates(EngineCore):
                 self._access.hand_over(changes, self._commits.next)
                 self._commit_change()
 
-    # These methods begin a run, and commit changes of states.
+    # The methods below begin a run, and commit changes of states.
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
+        """Set counters, schedules and random generators to those of the commit from which the run resumes.
+
+        `initialize` calls this at its end.
+
+        Args:
+            state: the decoded client state of the commit.
+        """
         self._run_state.restore_extra_states(state)
         keeps_settings = self._settings.paramserver.hyper_parameters == "stored"
         self._go_on_from(self._run_state.restore(state, settings=keeps_settings), state["user"])
@@ -507,16 +525,16 @@ class EngineStates(EngineCore):
         self._commits.note_state(self._client_state())
 
     def commit_initial_state(self) -> None:
-        """Commit the states that were handed over.
+        """Commit the states that `initialize` has handed over.
 
-        They are the initial weights, committed as step 0, or the resumed step in another layout, committed as the step
-        after it.
+        For a new job they are the initial weights, and the commit is step 0. For a resume in another layout they are
+        the states of the resumed step, and the commit is the step after it.
         """
         self._commits.begin(self._client_state())
         self._commits.wait_until_settled()
 
     def _go_on_from(self, progress: RunProgress, user: dict[str, Any]) -> None:
-        """Continue the engine's counts, with the user's values that belong to them."""
+        """Set the engine's counts of steps and samples to `progress`, and `client_state` to `user`."""
         self.global_steps = progress.global_steps
         self.global_samples = progress.global_samples
         self._micro_batches.go_on_from(progress.micro_steps)
@@ -524,10 +542,10 @@ class EngineStates(EngineCore):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Surround a change of states, and make no commit after a change that fails.
+        """Enclose a change of states. If the change fails, the engine makes no commit any more.
 
-        A change that fails half-way cannot be undone, so a part of it would go into the next commit. Updates that have
-        begun in the backward pass are withdrawn before the change, because they are computed from the former values.
+        A change that fails half-way cannot be undone, so a later commit would have a part of it. Early updates are
+        withdrawn before the change, because the store has computed them from the former values.
         """
         self._commits.wait()
         self._step.require_revisable("weights or states are to be changed between backward and step")
@@ -541,22 +559,23 @@ class EngineStates(EngineCore):
             raise
 
     def _commit_change(self) -> None:
-        """Commit a change of states, and wait until the commit is on all nodes."""
+        """Commit the states that were changed within `_changing`, and wait until the commit is on all nodes."""
         self._hooks.release_units()
         self._commits.begin(self._client_state())
         self._commits.wait_until_settled()
         self._changes.note()
 
     def _adopt_changes(self) -> bool:
-        """Make the parameters count that the script has changed in place since the last step. All ranks must call this.
+        """Take over the parameters that the script has changed in place since the last step. All ranks must call this.
 
         Returns:
-            Whether the store has got them, so that they have to be committed before the next update. Those that live on
-            the device go with the commit of the step.
+            Whether the store was given changed values, which have to be committed before the next update. Changed
+            parameters that live on the device need no commit of their own, because the commit of the step has them.
 
         Raises:
-            ConfigError: the ranks have changed them in different ways, or a parameter has another shape or dtype now.
-            PhaseError: a final update has begun in the backward pass.
+            ConfigError: the ranks have changed parameters in different ways, or a parameter has another shape or dtype
+                now.
+            PhaseError: the store has begun an early update that is final, so it cannot be withdrawn.
         """
         changed = self._changes.find()
         has_stored = any(state.is_in_store for state in changed)
@@ -568,9 +587,9 @@ class EngineStates(EngineCore):
         return has_stored
 
     def _amend_commit(self) -> None:
-        """Add what this rank has changed in buffers and in its client state since the last step to its commit.
+        """Add what this rank has changed in buffers and client state since the last step to the commit of that step.
 
-        The other ranks need not call this. It does nothing within a step, and if the step has no commit.
+        The other ranks need not call this. The call does nothing within a step, or if the last step has no commit.
         """
         state, step = self._commits.state_of_last_step, self._commits.newest
         has_commit = state is not None and step is not None and not self._commits.is_behind
@@ -579,14 +598,16 @@ class EngineStates(EngineCore):
         assert state is not None and step is not None
         is_alone = self._collectives.world_size == 1
         amended = self._run_state.amended(state, self.client_state, is_alone=is_alone)
-        # The next run says that the changes are lost, if a daemon of an earlier release does not take them.
+        # A daemon of an earlier release cannot amend a committed step (replace its client state). The changes of the
+        # client state are lost then, and the next run logs that.
         if amended is not None and AMENDED_STEPS in self._store.capabilities:
             self._store.amend_step(step, amended)
 
     def _commit_changes_of_script(self) -> None:
         """Commit what the script has changed since the last step: parameters, buffers and its client state.
 
-        All ranks must call this. It does nothing if steps are never committed. It raises what `_adopt_changes` raises.
+        All ranks must call this. It does nothing if steps are never committed. It can raise ConfigError and PhaseError,
+        as `_adopt_changes`.
         """
         if not self._commits.commits_steps:
             return
@@ -601,13 +622,14 @@ class EngineStates(EngineCore):
 
 
 def _save(weights: Mapping[str, Any], path: Path) -> None:
-    """Write a file of `torch.save`, which appears at `path` when it is complete. It can raise OSError."""
+    """Write `weights` to `path` by `torch.save`. The file appears when it is complete. It can raise OSError."""
 
     def write(file: IO[bytes]) -> None:
         try:
             torch.save(weights, file)
         except RuntimeError as error:
-            # If a write fails, torch.save replaces its error by one about the unfinished file.
+            # If a write to the file fails with OSError, torch.save raises RuntimeError about the unfinished file in its
+            # place. The OSError is the context of that error, and says more, so it is raised instead.
             cause = error.__context__
             raise cause if isinstance(cause, OSError) else OSError(f"{path} cannot be written: {error}") from None
 

@@ -15,12 +15,13 @@ from trainer_client.exchange.safetensors_format import write_safetensors
 from trainer_client.exchange.stored_model import ModelTensor, StoredModel
 
 _STEM, _CONFIG = "adapter_model", "adapter_config.json"
-# The part of a name that leads to the copy of a whole module that is trained beside the adapter.
+# Beside an adapter, peft may train a copy of a whole module. The names of the copy's parameters have this word as a
+# part, so an export finds them by it.
 _WHOLE_MODULE = "modules_to_save"
 
 
 def adapter_tensors(model: StoredModel, tensors: Sequence[ModelTensor], adapter: str) -> dict[str, ModelTensor]:
-    """Return the tensors of an adapter by the names that they have in its file.
+    """Return the tensors of an adapter by the names that they have in the adapter's file.
 
     Raises:
         ConfigError: the step has no such adapter; the message lists the adapters that it has.
@@ -55,7 +56,14 @@ def adapter_tensors(model: StoredModel, tensors: Sequence[ModelTensor], adapter:
 
 
 def write_adapter(model: StoredModel, found: dict[str, ModelTensor], adapter: str, destination: Destination) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json`. `found` is the result of `adapter_tensors`."""
+    """Write an adapter as peft does: `adapter_model.safetensors` and `adapter_config.json`.
+
+    Args:
+        model: the step, which has the adapter's config.
+        found: the adapter's tensors, as `adapter_tensors` returns them.
+        adapter: the adapter's name.
+        destination: the directory of the files.
+    """
     names = {tensor.name: name for name, tensor in found.items()}
     whole = sum(tensor.nbytes for tensor in found.values())
     write_safetensors(model, list(found.values()), destination, max(1, whole), stem=_STEM, names=names)

@@ -15,19 +15,21 @@ import torch
 
 from trainer_client.client.store_client.types import Kind
 
-# The optimizer states that a store can keep, by torch's names.
+# The optimizer states that a store can keep, by the names that torch's optimizers give them.
 STATE_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
 
 
 class Values(Protocol):
-    """The elements of one kind of a tensor, in a file."""
+    """The elements of a parameter's weight, or of one of its optimizer states, in a file of the checkpoint."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements in the file."""
 
     def read(self, target: torch.Tensor, offset: int) -> None:
-        """Fill `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor, converted.
+        """Fill `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor.
+
+        The elements are converted to the dtype of `target`.
 
         Raises:
             ImportCheckpointError: the file is damaged.
@@ -36,7 +38,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTensor:
-    """A parameter.
+    """A parameter of the checkpoint, with its optimizer states.
 
     Attributes:
         name: the parameter's name in the model.
@@ -74,16 +76,16 @@ class Checkpoint:
     Attributes:
         format: the name of the checkpoint's format.
         tensors: the parameters, in the model's order if the format records it.
-        aliases: the name in `tensors` of each further name of a tied parameter.
+        aliases: for each further name of a tied parameter, the name that the parameter has in `tensors`.
         buffers: the model's buffers.
         step: the number of steps that the checkpoint's run had made; 0 for weights alone.
-        skipped_steps: how many of them were skipped, because a gradient was not finite.
-        samples: the number of samples in these steps.
-        groups: the parameter groups; None: the checkpoint has none.
+        skipped_steps: how many of the steps were skipped, because a gradient was not finite.
+        samples: the number of samples in all steps.
+        groups: the optimizer's parameter groups; None: the checkpoint has none.
         lr_scheduler: the state of the learning-rate scheduler; None: there is none.
         loss_scale: the state of a dynamic loss scale, as LossScaler has it; None: there is none.
         user: the values that the user had added to the checkpoint.
-        left_out: names of entries that are not imported.
+        left_out: names of the checkpoint's entries that are not imported.
     """
 
     format: str
@@ -102,7 +104,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """The elements of a torch tensor that is mapped from its file."""
+    """The elements of a torch tensor whose memory is mapped from the checkpoint's file."""
 
     tensor: torch.Tensor
 

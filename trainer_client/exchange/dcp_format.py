@@ -1,7 +1,8 @@
-"""The export as torch.distributed.checkpoint: torch's own writer gets tensors that are read when it needs them.
+"""The export as torch.distributed.checkpoint: torch's own writer gets tensors that are read when needed.
 
-torch's planner gets tensors without memory. This module's planner cuts them into chunks, and reads a chunk from the
-store when the writer asks for it. This module must never hold more than one chunk, and needs no process group.
+torch's planner gets tensors on the meta device, which have no memory. This module's planner cuts the tensors into
+chunks, and reads a chunk from the store when torch's writer asks for the chunk. This module must never hold more than
+one chunk, and needs no process group.
 
 torch.distributed.checkpoint takes 1 s to import, so only an export that writes this format imports this module.
 """
@@ -26,9 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from trainer_client.exchange.destination import Destination
 from trainer_client.exchange.stored_model import ModelTensor, OptimizerStates, StoredModel, piece_numel
 
-# The top-level keys of the checkpoint.
+# The top-level keys of the checkpoint: under the first are the weights, under the second the optimizer states.
 _MODEL, _OPTIMIZER = "model", "optimizer"
-# torch's count of the updates of a parameter.
+# The name under which torch's optimizers keep the count of a parameter's updates.
 _COUNT = "step"
 _UNFINISHED = ".tmp"
 
@@ -48,10 +49,12 @@ def write_dcp(
         state[_OPTIMIZER] = _optimizer_state(optimizer, lazy)
     aliases = {f"{_MODEL}.{alias}": f"{_MODEL}.{tensor.name}" for tensor in tensors for alias in tensor.aliases}
     planner = _LazyPlanner(model, lazy, aliases)
-    # On a machine with a GPU, torch's writer would otherwise ask for further tensors before it has written one.
+    # `per_thread_copy_ahead` is 0, because torch's writer would otherwise ask for further tensors before it has written
+    # one, on a machine with a GPU. The planner reads all tensors into one buffer, so it can give out only one at a
+    # time.
     writer = _AliasWriter(destination, aliases, sync_files=False, per_thread_copy_ahead=0)
-    # These are the steps of torch.distributed.checkpoint.save in one process. `save` itself warns if there is no
-    # process group.
+    # The calls of planner and writer below do what torch.distributed.checkpoint.save does in one process. `save` itself
+    # is not called, because it warns if there is no process group.
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -61,7 +64,10 @@ def write_dcp(
 
 
 def _optimizer_state(optimizer: OptimizerStates, lazy: dict[str, ModelTensor]) -> dict[str, Any]:
-    """Return the optimizer's state dict, and note in `lazy` which of its tensors are read later."""
+    """Return the optimizer's state dict with tensors on the meta device in place of the stored states.
+
+    For each of these tensors, enter in `lazy` the stored tensor whose elements the planner reads later.
+    """
     state: dict[str, dict[str, Any]] = {}
     for fqn, kinds in optimizer.states.items():
         state[fqn] = {kind: _place(lazy, f"{_OPTIMIZER}.state.{fqn}.{kind}", tensor) for kind, tensor in kinds.items()}
@@ -71,18 +77,18 @@ def _optimizer_state(optimizer: OptimizerStates, lazy: dict[str, ModelTensor]) -
 
 
 def _place(lazy: dict[str, ModelTensor], key: str, tensor: ModelTensor) -> torch.Tensor:
-    """Return a tensor without memory in the place of `tensor`, and note under which key the planner will find it."""
+    """Return a tensor on the meta device in place of `tensor`, and enter `tensor` in `lazy` to be read later."""
     lazy[key] = tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """A planner that cuts tensors without memory into chunks, and reads a chunk when the writer asks for it.
+    """A planner that cuts tensors of the meta device into chunks, and reads a chunk when the writer asks for it.
 
     Args:
         model: reads the tensors.
-        lazy: the tensors that are read, by their keys in the checkpoint.
-        aliases: further keys, each with the key of the tensor that it names.
+        lazy: the tensors whose elements are read from the store, by their keys in the checkpoint.
+        aliases: for each further name of a tied tensor, the key under which the checkpoint has the tensor's bytes.
     """
 
     def __init__(self, model: StoredModel, lazy: Mapping[str, ModelTensor], aliases: Mapping[str, str]) -> None:
@@ -109,15 +115,16 @@ class _LazyPlanner(DefaultSavePlanner):
         tensor = self._lazy.get(write_item.index.fqn)
         if tensor is None:
             return super().resolve_data(write_item)
-        # torch's writer keeps each tensor until its file is complete (`_write_files_from_queue` of torch 2.13). The
-        # tensors share one buffer, and each is written before the writer asks for the next.
+        # torch's writer keeps each tensor until its file is complete (`_write_files_from_queue` of torch 2.13). That
+        # takes no further memory, because all tensors from the store share the read buffer of `model`. The writer
+        # writes each tensor before it asks for the next one, so the next read may overwrite the buffer.
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         first = _first_element(tensor.shape, chunk.offsets)
         return self._model.read(tensor, first, math.prod(chunk.sizes)).view(chunk.sizes)
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
-        """Yield an item for each chunk of the tensor, if it is read from the store."""
+        """Yield an item for each chunk of a tensor that is read from the store, and any other item as it is."""
         tensor = self._lazy.get(item.index.fqn)
         if tensor is None:
             yield item
@@ -134,7 +141,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 class _AliasWriter(FileSystemWriter):
-    """torch's writer of files, into an export's directory, that enters the bytes of tied tensors under all names."""
+    """torch's writer, which writes into an export's directory, and lists a tied tensor's bytes under all its names."""
 
     def __init__(self, destination: Destination, aliases: Mapping[str, str], **options: Any) -> None:
         super().__init__(destination.name, **options)
@@ -157,8 +164,8 @@ class _AliasWriter(FileSystemWriter):
 class _DestinationFiles(FileSystemBase):
     """The files of an export's directory, as torch's writer opens them.
 
-    The writer renames its last file when it is complete. Here the whole directory is renamed instead, so that file has
-    its final name from the beginning.
+    torch's writer gives its last file a temporary name, and renames the file when it is complete. The destination
+    renames the whole directory instead, so here the last file has its final name from the beginning.
     """
 
     def __init__(self, destination: Destination) -> None:
@@ -171,8 +178,8 @@ class _DestinationFiles(FileSystemBase):
             try:
                 yield cast(io.IOBase, file)
             except RuntimeError as error:
-                # If a write fails or is interrupted, torch.save replaces the error by one about the unfinished file. So
-                # this raises the original error.
+                # If a write fails or is interrupted, torch.save raises another error, about the unfinished file. The
+                # original error is its context, and tells the user the reason, so the original error is raised.
                 if error.__context__ is not None:
                     raise error.__context__ from None
                 raise
@@ -193,7 +200,7 @@ class _DestinationFiles(FileSystemBase):
         return False
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Do nothing, because there are no files of former exports."""
+        """Do nothing, because the destination's directory has no files of former exports."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -218,7 +225,7 @@ def chunks_of(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...]
 
 
 def _first_element(shape: Sequence[int], offsets: Sequence[int]) -> int:
-    """Return the place of the first element of a box in the flattened tensor."""
+    """Return the index, in the flattened tensor, of the first element of the box that begins at `offsets`."""
     place = 0
     for size, offset in zip(shape, offsets, strict=True):
         place = place * size + offset

@@ -1,7 +1,7 @@
 """The `.metadata` of a checkpoint of torch.distributed.checkpoint: which tensors it has, in which chunks, and where.
 
-This module makes its records of the plain values of the pickle, and checks them. It must never import the classes that
-the pickle names.
+This module checks the plain values of the pickle, and makes records of its own from them. It must never import the
+classes that the pickle names, because an import could execute code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor: its dtype, its shape, and the first index and the shape of each of its chunks, which fill it."""
+    """A tensor of the checkpoint.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        chunks: the first index and the shape of each chunk. The chunks together have all elements of the tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,7 +40,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """The place of an entry: a file, as the checkpoint names it, and a range of its bytes."""
+    """Where the bytes of an entry or chunk are: the file, as the checkpoint names it, and the range in the file."""
 
     file: str
     first_byte: int
@@ -43,12 +49,13 @@ class FilePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpMetadata:
-    """What a checkpoint has.
+    """The entries of a checkpoint, and where their bytes are.
 
     Attributes:
         entries: the tensors by key; None for an entry that is no tensor.
-        paths: the names in the state dict that lead to an entry, for the keys of which they are known.
-        places: the places of the entries, by key and by the first index of a tensor's chunk.
+        paths: by key, the names that lead to the entry in the nested state dict, if the checkpoint has recorded them.
+        places: the places of the bytes, by the entry's key and, for a tensor, by the first index of the chunk; None
+            stands in the place of the index for an entry that is no tensor.
     """
 
     entries: Mapping[str, DcpTensor | None]
@@ -71,12 +78,12 @@ def read_metadata(path: Path) -> DcpMetadata:
     except OSError as error:
         raise ImportCheckpointError(f"{path} is not loaded: {error.strerror}") from None
     except Exception as error:
-        # The values may be of any type, where others are expected.
+        # A damaged metadata file may have a value of any type in any place, so reading it may raise any error.
         raise ImportCheckpointError(f"{path} is not loaded: {str(error) or type(error).__name__}") from None
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the attributes of an object of a class. Raise TypeError for any other value."""
+    """Return the attributes of a pickled object of class `name`. Raise TypeError for any other value."""
     if not isinstance(value, Made):
         raise TypeError(f"it has a {type(value).__name__} where {name} is expected")
     if str(value.callee) != name or not isinstance(value.state, dict):
@@ -106,7 +113,7 @@ def _tensor(key: str, entry: Any) -> DcpTensor | None:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """Return the dtype of a tensor, which is the first of its properties."""
+    """Return the dtype in the pickled properties of a tensor. Raise TypeError if they have none."""
     if not isinstance(properties, Made) or not isinstance(properties.state, tuple):
         raise TypeError("a tensor has no properties")
     name = properties.state[0]
@@ -126,7 +133,7 @@ def _places(stored: Any) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], F
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return the integers of a torch.Size, or of a tuple. Raise TypeError for any other value."""
+    """Return the integers of a pickled torch.Size or tuple. Raise TypeError for any other value."""
     values = value.args[0] if isinstance(value, Made) and str(value.callee) == "torch.Size" else value
     if not isinstance(values, tuple) or not all(type(size) is int and size >= 0 for size in values):
         raise TypeError("it has no sizes where sizes are expected")
@@ -134,7 +141,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _part(value: Any) -> str:
-    """Return one name of a path, which is a text, or the number of an element of a list."""
+    """Return one part of a path in the state dict as text: a name, or the number of an element of a list."""
     if not isinstance(value, str | int):
         raise TypeError(f"a path has a {type(value).__name__}")
     return str(value)

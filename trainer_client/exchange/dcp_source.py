@@ -1,8 +1,9 @@
 """The reader of checkpoints of torch.distributed.checkpoint: weights and optimizer states by name, from any ranks.
 
-Its `.metadata` is a pickle, and torch reads it with the plain pickle module. This module reads it as plain values
-(base/foreign/plain_pickle.py), and makes records of its own of the few things in it that an import needs. It must never
-hold more than one chunk of a tensor; the program that wrote the checkpoint has decided how large its chunks are.
+The `.metadata` of a checkpoint is a pickle, and torch reads it with the plain pickle module. This module reads it as
+plain values (base/foreign/plain_pickle.py), and makes records of its own of the few things in it that an import needs.
+It must never hold more than one chunk of a tensor; the program that wrote the checkpoint has decided how large its
+chunks are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer_client.exchange.checkpoint import STATE_KINDS, Checkpoint, Checkpoi
 from trainer_client.exchange.dcp_metadata import DcpMetadata, DcpTensor, FilePlace, read_metadata
 from trainer_client.exchange.source import DCP_METADATA, name_within, verify_checksums
 
-# The top-level names under which programs keep the optimizer.
+# Programs keep the optimizer's state dict in a checkpoint under one of these top-level names.
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")
 _MODEL = "model"
 _SETTING = re.compile(r"param_groups\.(\d+)\.(\w+)")
@@ -34,16 +35,16 @@ _COUNT = "step"
 def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpoint:
     """Open a checkpoint of torch.distributed.checkpoint.
 
-    Weights are the tensors below an entry `model`, at any depth; without one, all tensors that are not the optimizer's.
-    States belong to weights by name.
+    Weights are the tensors below an entry `model`, at any depth; without such an entry, all tensors that are not the
+    optimizer's. An optimizer state belongs to the weight whose name it has.
 
     Args:
         verify: whether all files are read and compared with their checksums first.
-        weights_only: whether the optimizer is left out.
+        weights_only: whether the optimizer's states and parameter groups are left out.
 
     Raises:
-        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load, or has a state of no weight
-            or of an unknown kind.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, or not safe to load, or has an optimizer state of
+            a weight that it does not have, or of an unknown kind.
     """
     metadata = read_metadata(path / DCP_METADATA)
     files = _Files(path, metadata)
@@ -94,7 +95,11 @@ def open_dcp(path: Path, *, verify: bool, weights_only: bool = False) -> Checkpo
 
 
 def _sort(metadata: DcpMetadata) -> tuple[dict[str, str], dict[str, dict[str, str]], dict[str, str]]:
-    """Return the keys of the weights by name, of the states by name and kind, and of the optimizer's other entries."""
+    """Return three dicts with keys of the checkpoint.
+
+    They have the keys of the weights by name, those of the optimizer states by name and kind, and those of the other
+    entries of the optimizer by name.
+    """
     paths = {key: metadata.paths.get(key, (key,)) for key in metadata.entries}
     has_model = any(_MODEL in path[:-1] for path in paths.values())
     weights: dict[str, str] = {}
@@ -103,7 +108,8 @@ def _sort(metadata: DcpMetadata) -> tuple[dict[str, str], dict[str, dict[str, st
     for key, names in paths.items():
         begin = next((place for place, part in enumerate(names[:-1]) if part in _OPTIMIZERS), None)
         if begin is not None:
-            # One entry of the path may have several names, joined by dots, if the optimizer was flattened.
+            # If the optimizer's state dict was flattened, one element of `names` has several names, joined by dots. So
+            # all elements after the optimizer's name are joined before they are divided.
             rest = ".".join(names[begin + 1 :])
             name, _, kind = rest.removeprefix("state.").rpartition(".")
             if rest.startswith("state.") and name:
@@ -120,7 +126,7 @@ def _sort(metadata: DcpMetadata) -> tuple[dict[str, str], dict[str, dict[str, st
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The elements of a tensor, in chunks of files."""
+    """The elements of one tensor of the checkpoint, which `read` gathers from the chunks in the files."""
 
     files: _Files
     key: str
@@ -142,7 +148,7 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A box of a tensor, with the place of its bytes."""
+    """One chunk of a tensor: the box that begins at index `offsets` and has the shape `sizes`."""
 
     files: _Files
     key: str
@@ -152,14 +158,14 @@ class _Chunk:
     def rows(self, shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield the runs of elements of the box that lie in [begin, end) of the flattened tensor.
 
-        Each is yielded as its first element in the tensor, its length and its values. The box is read only if it has
-        such a run.
+        Each run is yielded as (index of its first element in the flattened tensor, number of elements, values). The
+        file is read only if the box has a run in [begin, end).
         """
         if not math.prod(self.sizes):
             return
         strides = _strides(shape)
-        # In all dimensions from `whole` on the box is as large as the tensor, so its elements lie one after another in
-        # the tensor.
+        # In the dimension `whole` and all later ones, the chunk is as large as the tensor. So the chunk's elements that
+        # differ only in these dimensions lie one after another in the flattened tensor.
         whole = len(shape)
         while whole and self.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1
@@ -184,7 +190,11 @@ class _Chunk:
 
 
 class _Files:
-    """The data files of a checkpoint. The chunk that was read last is kept, because it is read piece by piece."""
+    """The data files of a checkpoint, from which this class reads chunks of tensors and other values of the optimizer.
+
+    A chunk is a box of a tensor's elements, which the checkpoint has in one file. The chunk that was read most recently
+    stays in memory, because a caller reads a tensor in pieces, and several pieces may lie in one chunk.
+    """
 
     def __init__(self, directory: Path, metadata: DcpMetadata) -> None:
         self._directory = directory
@@ -198,7 +208,8 @@ class _Files:
         entry = self._tensor(key)
         for chunk in self.chunks(key):
             _, place = self._locate(key, chunk.offsets)
-            # Without this look, a small file could make the import prepare for a tensor of any size.
+            # A small damaged file may name a chunk of any size, for which the import would prepare. So the size of each
+            # chunk is compared with the bytes that the file has for it.
             if math.prod(chunk.sizes) * entry.dtype.itemsize > place.size_bytes:
                 raise ImportCheckpointError(
                     f"{self._directory}: the chunk of {key!r} at {list(chunk.offsets)} has fewer bytes than elements"
@@ -211,7 +222,7 @@ class _Files:
         return self._of_key[key]
 
     def aliases(self, weights: Mapping[str, str]) -> dict[str, str]:
-        """Return, for each further name of the same bytes in a file, the first name of these bytes."""
+        """Return the further names of tied weights, which share bytes of a file, each with the weight's first name."""
         first: dict[tuple[str, int], str] = {}
         found: dict[str, str] = {}
         for name, key in weights.items():
@@ -235,7 +246,8 @@ class _Files:
                 f"{self._directory}: the chunk of {chunk.key!r} at {list(chunk.offsets)} is not a tensor of shape "
                 f"{list(chunk.sizes)}"
             )
-        # A stride of 0 would let a small file stand for a tensor of any size.
+        # A tensor with a stride of 0 repeats its elements, so a small file could make the import copy a tensor of any
+        # size. So a tensor that is larger than its storage is refused.
         if values.nbytes > values.untyped_storage().nbytes():
             raise ImportCheckpointError(f"{self._directory}: the chunk of {chunk.key!r} has fewer bytes than elements")
         flat = values.detach().contiguous().reshape(-1)
@@ -243,12 +255,16 @@ class _Files:
         return flat
 
     def is_unknown(self, kind: str, key: str) -> bool:
-        """Return whether the entry of a state has elements for a kind that no store keeps. A count has none."""
+        """Return whether an optimizer state is of a kind that no store keeps; false for counts and other scalars."""
         entry = self._metadata.entries[key]
         return kind not in STATE_KINDS and entry is not None and len(entry.shape) > 0
 
     def scalar(self, key: str) -> int:
-        """Return a count that was saved as a tensor or as a number."""
+        """Return a count, for example of updates, that the checkpoint has as a tensor or as a number.
+
+        Raises:
+            ImportCheckpointError: the entry is no count.
+        """
         value = self._value(key)
         if not isinstance(value, int | float) or value < 0 or value != int(value):
             raise ImportCheckpointError(f"{self._directory}: {key!r} is {value!r}, and a count is expected")
@@ -276,7 +292,7 @@ class _Files:
         ]
 
     def _value(self, key: str) -> Any:
-        """Return a value of the optimizer that is not a state. A tensor of one element is returned as a number."""
+        """Return an entry of the optimizer that is no state of a parameter; a tensor of one element as a number."""
         if self._metadata.entries[key] is None:
             return self._load(key, None)
         value = self.load_chunk(self.chunks(key)[0])
@@ -295,7 +311,15 @@ class _Files:
         return place
 
     def _locate(self, key: str, offsets: tuple[int, ...] | None) -> tuple[Path, FilePlace]:
-        """Return the file of an entry, and the place of the entry in it. It can raise ImportCheckpointError."""
+        """Return the file that has the bytes of an entry or of one of its chunks, and the range of these bytes.
+
+        Args:
+            key: the entry's key in the checkpoint.
+            offsets: the first index of the chunk; None for an entry that is no tensor.
+
+        Raises:
+            ImportCheckpointError: the checkpoint does not name the bytes, or the file is missing or too short.
+        """
         place = self._place(key, offsets)
         path = self._directory / name_within(place.file, self._directory / DCP_METADATA)
         try:

@@ -1,6 +1,7 @@
 """The files of a checkpoint of DeepSpeed: the search for them, and their opening without DeepSpeed.
 
-This module must never load a class of DeepSpeed: stand-ins take the place of the few that its files name.
+This module must never load a class of DeepSpeed: stand-ins take the place of the few classes that DeepSpeed's files
+name.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ class _Record:
 
 
 class Scaler(_Record):
-    """The stand-in for a loss scaler."""
+    """The stand-in for DeepSpeed's loss scalers, which keeps the attributes of the pickled scaler."""
 
 
 def _stage(value: int) -> int:
-    """Return the number of a ZeRO stage, in the place of DeepSpeed's enumeration."""
+    """Return the number of a ZeRO stage. The pickle calls this function where it names DeepSpeed's enumeration."""
     return int(value)
 
 
 def _stage_by_name(kind: object, name: str) -> int:
     """Return the number of a ZeRO stage by its name, as some versions of Python pickle an enumeration.
 
-    It stands in for `getattr`, and has no other use.
+    This function stands in for `getattr` in the pickle, and refuses all other attributes and objects.
     """
     if kind is not _stage or name not in _STAGES:
         raise ValueError(f"the attribute {name!r} of {kind!r} is not loaded")
@@ -59,12 +60,12 @@ _STAND_INS: Mapping[str, Callable[..., Any]] = {
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Return whether a directory is a checkpoint of DeepSpeed, or has several of them."""
+    """Return whether a directory is a checkpoint of DeepSpeed, or has the directories of several checkpoints."""
     return path.is_dir() and ((path / LATEST).is_file() or any(map(_MODEL_FILE.fullmatch, _names(path))))
 
 
 def find_directory(path: Path, tag: str | None) -> Path:
-    """Return the directory of a tag, by default the newest one. Raise ImportCheckpointError if there is none."""
+    """Return the directory of a tag, by default of the newest tag. Raise ImportCheckpointError if there is none."""
     if tag is None and (path / LATEST).is_file():
         tag = read_regular(path / LATEST, _MOST_TAG_BYTES).decode(errors="replace").strip()
         tag = name_within(tag, path / LATEST)
@@ -110,7 +111,7 @@ def find_files(directory: Path) -> tuple[list[Path], list[Path]]:
 
 
 def load_dict(path: Path) -> dict[str, Any]:
-    """Return the dict that a file has. It can raise ImportCheckpointError, for example for an unknown class."""
+    """Return the dict that a checkpoint's file has. Raise ImportCheckpointError if it has another or unsafe value."""
     content = torch_files.load(path, _STAND_INS)
     if not isinstance(content, dict):
         raise ImportCheckpointError(f"{path} has a {type(content).__name__}, where a dict is expected")

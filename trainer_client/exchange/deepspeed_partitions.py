@@ -1,6 +1,6 @@
-"""The elements of one parameter in the partitions of the ranks of DeepSpeed.
+"""The elements of one parameter, read from the partitions of DeepSpeed's ranks.
 
-[Note: DeepSpeed's layouts] in deepspeed_zero.py says how they lie.
+[Note: DeepSpeed's layouts] in deepspeed_zero.py says how DeepSpeed lays the partitions out.
 
 This module must never copy more elements than the caller asks for.
 """
@@ -16,9 +16,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The elements of one parameter in partitions of a flattened group, which lie one after another.
+    """The elements of one parameter in a flattened group, which consists of the partitions in order (stages 1 and 2).
 
-    `begins` has the first element of each partition; `first` is the parameter's first element.
+    `begins` has, for each partition, the index of its first element in the flattened group. `first` is the index of the
+    parameter's first element in the flattened group.
     """
 
     partitions: Sequence[torch.Tensor]
@@ -42,7 +43,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Striped:
-    """The elements of one parameter that is cut into equal parts, one in each rank's tensor, from `first` on."""
+    """The elements of one parameter that is cut into equal parts, one for each rank (stage 3).
+
+    The part of a rank begins at element `first` of the rank's tensor.
+    """
 
     tensors: Sequence[torch.Tensor]
     first: int

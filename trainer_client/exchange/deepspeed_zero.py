@@ -5,7 +5,8 @@
 - Stages 1 and 2, and the BF16 optimizer: `mp_rank_00_model_states.pt` has the low-precision model, and in
   `param_shapes` the names and shapes of each parameter group in the order in which they are flattened. Each rank's
   `..._optim_states.pt` has one partition of each flattened group: of the fp32 weights, with or without the padding at
-  the group's end, and of the optimizer states, with it. So the partitions, one after another, are the group.
+  the group's end, and of the optimizer states, always with the padding. So the partitions, one after another, are the
+  group.
 - Stage 3: each rank has both files. `param_shapes` has sub-groups of parameters. Every parameter is cut into equal
   parts, one for each rank, of which the last is padded; a rank's flat tensor of a sub-group has its parts one after
   another. Parts of frozen parameters are in the ranks' model files.
@@ -58,7 +59,7 @@ def open_deepspeed(path: Path, tag: str | None, *, verify: bool, weights_only: b
         path: the directory that was passed to `save_checkpoint`, or that of one tag in it.
         tag: the tag; None: the one that `latest` names, or `path` is the directory of a tag.
         verify: whether all files are read and compared with their checksums first.
-        weights_only: whether the optimizer's states are left out, of whichever kind they are.
+        weights_only: whether the optimizer's states are left out; their kinds then need not be known.
 
     Raises:
         ImportCheckpointError: the checkpoint is damaged, incomplete, or of a layout that this module cannot read.
@@ -72,12 +73,12 @@ def open_deepspeed(path: Path, tag: str | None, *, verify: bool, weights_only: b
     return reader.read()
 
 
-# One group of parameters that are flattened together: names and shapes in their order.
+# One group of parameters that DeepSpeed has flattened together: their shapes by name, in the order of the flat tensor.
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _Reader:
-    """The reading of one checkpoint."""
+    """Reads the files of one checkpoint of DeepSpeed, and makes a `Checkpoint` of them; see `read`."""
 
     def __init__(
         self,
@@ -138,7 +139,8 @@ class _Reader:
         )
 
     def _stage(self) -> int:
-        # The BF16 optimizer does not name the stage. Its layout is that of stages 1 and 2.
+        # Files of DeepSpeed's BF16 optimizer do not name the stage of ZeRO, and their layout is that of stages 1 and 2.
+        # So they are read as files of stage 1.
         stage = self._ranks[0].get("zero_stage", 1)
         if stage not in (1, 2, 3):
             raise ImportCheckpointError(f"{self._files[0]}: zero_stage {stage!r} is none of 1, 2 and 3")
@@ -160,7 +162,7 @@ class _Reader:
             )
 
     def _shapes(self) -> list[_Shapes]:
-        """Return the names and shapes of the trained parameters, for each flattened group."""
+        """Return, for each flattened group of the checkpoint, the shapes of its trained parameters by name."""
         path = self._model_files[0]
         found: list[_Shapes] = []
         for group in self._entry(path, self._model, "param_shapes", list):
@@ -170,7 +172,11 @@ class _Reader:
         return found
 
     def _trained(self, shapes: Sequence[_Shapes]) -> tuple[list[ParameterGroup] | None, dict[str, CheckpointTensor]]:
-        """Return the parameter groups and the trained parameters by name."""
+        """Return the optimizer's parameter groups, or None if the files have none, and the trained parameters by name.
+
+        Args:
+            shapes: for each flattened group, the shapes of its parameters by name.
+        """
         weights = "fp32_flat_groups" if self._is_stage_3 else "single_partition_of_fp32_groups"
         flat = [self._tensors(rank, weights) for rank in range(len(self._ranks))]
         optimizers = [self._optimizer(rank) for rank in range(len(self._ranks))]
@@ -199,7 +205,12 @@ class _Reader:
     def _cut(
         self, group: _Shapes, parts: Mapping[Kind, Sequence[torch.Tensor]]
     ) -> Iterator[tuple[str, dict[Kind, Values]]]:
-        """Yield the values of each parameter in the ranks' tensors of a flattened group."""
+        """Yield each parameter of a flattened group by name, with its weight and optimizer states as `Values` by kind.
+
+        Args:
+            group: the shapes of the group's parameters by name.
+            parts: for each kind, the tensors of the group that the ranks' files have.
+        """
         for kind, tensors in parts.items():
             self._check_size(group, kind, tensors)
         begins = {
@@ -219,7 +230,11 @@ class _Reader:
             first += part_numel if self._is_stage_3 else numel
 
     def _check_size(self, group: _Shapes, kind: Kind, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that the ranks' tensors have all elements of a flattened group, and no more than its padding."""
+        """Check that the ranks' tensors of a kind have all elements of a flattened group.
+
+        Raises:
+            ImportCheckpointError: elements are missing, or there are more than the group's padding explains.
+        """
         numels = [tensor.numel() for tensor in tensors]
         ranks = len(self._ranks)
         if self._is_stage_3:
@@ -238,7 +253,11 @@ class _Reader:
             )
 
     def _state_kinds(self, optimizers: Sequence[_Optimizer], number: int) -> list[Kind]:
-        """Return the optimizer states of a flattened group. Raise ImportCheckpointError for one that is not known."""
+        """Return the kinds of optimizer states that the files have for the flattened group with this number.
+
+        Raises:
+            ImportCheckpointError: the group has a state of an unknown kind, or a rank's file lacks the group.
+        """
         states = optimizers[0].states.get(number, {})
         found = [
             name
@@ -256,7 +275,7 @@ class _Reader:
         return [kind for kind in STATE_KINDS if kind in found]
 
     def _update_count(self, optimizer: _Optimizer, number: int) -> int:
-        """Return how often the parameters of a flattened group were updated."""
+        """Return how often the optimizer has updated the parameters of the flattened group with this number."""
         for value in (optimizer.states.get(number, {}).get("step"), *optimizer.steps):
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 return int(value.item())
@@ -265,7 +284,13 @@ class _Reader:
         return self._count("global_steps") - self._count("skipped_steps")
 
     def _frozen(self, modules: Mapping[str, Any], known: set[str]) -> dict[str, CheckpointTensor]:
-        """Return the parameters that were not trained, by name."""
+        """Return the frozen parameters by name.
+
+        Args:
+            modules: the model's state dict in the checkpoint.
+            known: the names of trained parameters, of buffers, and the further names of tied parameters. None of
+                these is a frozen parameter.
+        """
         found: dict[str, CheckpointTensor] = {}
         if not self._is_stage_3:
             path = self._model_files[0]
@@ -297,11 +322,12 @@ class _Reader:
         return found
 
     def _optimizer(self, rank: int) -> _Optimizer:
-        """Return the optimizer's states in a rank's file, by the number of the flattened group."""
+        """Return the part of the optimizer that a rank's file has. It can raise ImportCheckpointError."""
         path, state = self._files[rank], self._ranks[rank]
         held = state.get("optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state")
         if isinstance(held, list) and all(isinstance(item, dict) for item in held):
-            # An elastic checkpoint has a list with the states of each group.
+            # An elastic checkpoint of DeepSpeed has the optimizer states as a list, with one dict for each parameter
+            # group.
             return _Optimizer(dict(enumerate(held)), [], (state.get("base_optimizer_state_step"),))
         if not isinstance(held, dict) or not isinstance(held.get("state"), dict):
             raise ImportCheckpointError(f"{path} has no optimizer states that are understood")
@@ -325,7 +351,7 @@ class _Reader:
         return checked.detach()
 
     def _loss_scale(self) -> dict[str, Any] | None:
-        """Return the state of a dynamic loss scale in the form of LossScaler."""
+        """Return the state of a dynamic loss scale, as LossScaler has it; None if the run had no dynamic loss scale."""
         scaler = self._ranks[0].get("loss_scaler")
         values = vars(scaler) if isinstance(scaler, Scaler) else {}
         if not values.get("dynamic"):
@@ -359,12 +385,12 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """One rank's part of the optimizer.
+    """The part of the optimizer that one rank's file has.
 
     Attributes:
-        states: the states by number of the flattened group.
+        states: for each flattened group, by its number: the rank's partition of each optimizer state.
         groups: the parameter groups, whose "params" are numbers of flattened groups.
-        steps: counts of updates that stand beside the states.
+        steps: counts of updates that the file has outside of the states, for each parameter group or for all.
     """
 
     states: Mapping[int, Mapping[str, Any]]
@@ -373,7 +399,7 @@ class _Optimizer:
 
 
 def _groups(optimizer: _Optimizer, shapes: Sequence[_Shapes]) -> list[ParameterGroup] | None:
-    """Return the parameter groups with the names of their parameters; None if the file does not have them."""
+    """Return the optimizer's parameter groups, each with its parameters' names; None if the file has no groups."""
     if not optimizer.groups:
         return None
     found = []
@@ -399,6 +425,6 @@ def _shape(path: Path, name: object, shape: object) -> tuple[int, ...]:
 
 
 def _in_order_of(modules: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> list[CheckpointTensor]:
-    """Return the tensors in the order of the model's state dict, which is that of its parameters."""
+    """Return the tensors in the order of the model's state dict, which has the parameters in the model's order."""
     places = {name: place for place, name in enumerate(modules)}
     return sorted(tensors.values(), key=lambda tensor: places.get(tensor.name, len(places)))

@@ -1,9 +1,9 @@
-"""The directory that an export writes. It is complete, or does not exist under its name.
+"""The directory that an export writes. The export is complete, or does not exist under its name.
 
 A local export is written to a directory beside its destination, which gets the destination's name when it is complete.
 A directory behind a URL cannot be renamed, so the file of checksums is written last: an export without it is not
-complete. This module owns the files that it has written until then, and removes them after a failure. It must never
-remove a directory that is not an export.
+complete. Until the export is complete, this module owns the files that it has written, and removes them after a
+failure. It must never remove a directory that is not an export.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from paramserver.contract.durable_files import make_directory, new_file, publish
 from paramserver.contract.sizes import shown_size
 from trainer_client.errors import ConfigError, ExportError
 
-# The file with the checksum of each other file, in the format of the command sha256sum. It is written last.
+# The name of the file that has the checksum of each other file of an export, in the format of the command sha256sum. It
+# is written last, so a directory without it is no complete export.
 CHECKSUMS = "SHA256SUMS"
 _COPIED_AT_ONCE = 4 << 20
 
@@ -42,7 +43,7 @@ class WrittenFile:
 
 
 class _Sink(io.RawIOBase):
-    """A file that is written from its beginning to its end, while its checksum is computed."""
+    """A stream that passes what a format writes on to a new file of the export, and computes the file's checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -67,13 +68,13 @@ class _Sink(io.RawIOBase):
 
 
 class Destination(ABC):
-    """A directory that is being written.
+    """The directory of an export that is being written.
 
     If its context ends without an error, the directory is completed; if an error ends the context, it is removed.
 
     Attributes:
         name: the directory, as the user has written it.
-        files: the files that are written so far.
+        files: the files that were written so far.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,19 +91,19 @@ class Destination(ABC):
 
     @abstractmethod
     def require(self, size_bytes: int) -> None:
-        """Raise ExportError if it is known that the directory has no room for `size_bytes`."""
+        """Raise ExportError if the destination's file system says that it has less than `size_bytes` free."""
 
     @abstractmethod
     def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a new file for writing; at the end of the context its bytes are safe."""
+        """Open a new file for writing. When the context ends, the file system or object store has the file's bytes."""
 
     @abstractmethod
     def _complete(self) -> None:
-        """Give the export its name, if it does not have it yet."""
+        """Give the written directory the name that the user wants, if it has a temporary name until now."""
 
     @abstractmethod
     def _remove(self) -> None:
-        """Remove the written files. An error is ignored."""
+        """Remove the files that this export has written, because the export has failed. An error is ignored."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -132,7 +133,7 @@ class Destination(ABC):
         self.files.append(sink.to_written(name))
 
     def copy(self, source: Path) -> None:
-        """Copy a local file into the directory, under its name. Raise ConfigError if there is one of that name."""
+        """Copy a local file into the directory, under its name. Raise ConfigError if the name is taken."""
         if source.name == CHECKSUMS or any(file.name == source.name for file in self.files):
             raise ConfigError(f"{source} cannot be copied into the export, which has a file of that name")
         with source.open("rb") as file, self.create(source.name) as copied:
@@ -141,7 +142,7 @@ class Destination(ABC):
 
 
 class _LocalDirectory(Destination):
-    """A directory of this machine's file systems."""
+    """The destination of an export to a local path: it is written under a temporary name, and renamed at the end."""
 
     def __init__(self, name: str, path: Path, *, overwrite: bool) -> None:
         super().__init__(name)
@@ -158,7 +159,8 @@ class _LocalDirectory(Destination):
         except OSError as error:
             raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from None
         except (KeyboardInterrupt, SystemExit):
-            # A signal came before the context began, so `__exit__` will not be called.
+            # A signal came within `__enter__`, so Python will not call `__exit__`. So the unfinished export is removed
+            # here.
             self._remove()
             raise
         return self
@@ -191,7 +193,7 @@ class _LocalDirectory(Destination):
 
 
 class _RemoteDirectory(Destination):
-    """A directory behind a URL that fsspec knows."""
+    """The destination of an export to a URL that fsspec knows: its file of checksums is written last."""
 
     def __init__(self, url: str, *, overwrite: bool) -> None:
         super().__init__(url)
@@ -211,15 +213,16 @@ class _RemoteDirectory(Destination):
                     raise ExportError(
                         f"{self.name} exists and is not an export, because it has no {CHECKSUMS}: remove it"
                     )
-                # The former export is removed here, its checksums first, so that no remaining part of it looks
-                # complete.
+                # The former export is removed here. Its checksum file is removed first, so that no remaining part of
+                # the former export looks complete.
                 self._fs.rm(self._path_of(CHECKSUMS))
                 self._fs.rm(self._root, recursive=True)
             self._fs.makedirs(self._root, exist_ok=True)
         except OSError as error:
             raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from None
         except (KeyboardInterrupt, SystemExit):
-            # A signal came before the context began, so `__exit__` will not be called.
+            # A signal came within `__enter__`, so Python will not call `__exit__`. So the unfinished export is removed
+            # here.
             self._remove()
             raise
         return self
@@ -239,8 +242,9 @@ class _RemoteDirectory(Destination):
 
     def _remove(self) -> None:
         for path in self._begun:
-            # Each file system raises errors of its own. Files that cannot be removed have no checksums, so they do not
-            # look like an export.
+            # If a file of an unfinished export cannot be removed, the error is ignored, of whichever type the file
+            # system raises it. The remaining files do not look like an export, because the checksum file is written
+            # last.
             with contextlib.suppress(Exception):
                 self._fs.rm(path)
         with contextlib.suppress(Exception):
@@ -269,6 +273,6 @@ def open_destination(name: str | os.PathLike[str], *, overwrite: bool) -> Destin
 
 
 def _reason(error: OSError) -> str:
-    """Return the reason of an error of the file system, with the path where it has one."""
+    """Return why the file system has refused a request, for a message, with the path if the error names one."""
     reason = error.strerror or str(error)
     return f"{reason} ({error.filename})" if error.filename else reason

@@ -35,10 +35,12 @@ WeightDType = Literal["fp32", "bf16", "fp16"]
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The niceness of the thread of an export beside training, above that of the thread that began it (setpriority(2)). On
-# busy cores the trainer and the store get some nine times its share of the processor.
+# The niceness that the thread of an export beside training has above that of the thread that began the export
+# (setpriority(2)). On busy cores a thread of the trainer or the store gets some nine times the processor time of the
+# export's thread.
 _MORE_NICE = 10
-# Files beside a model that are weights or name weights. They are not copied with its config and its tokenizer.
+# Patterns of the files in a model's directory that are weights or list weights. An export does not copy them with the
+# model's config and tokenizer, because it writes weights of its own.
 _WEIGHT_FILES = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.distcp"),
     *("*.index.json", CHECKSUMS, ".*"),
@@ -47,7 +49,7 @@ _WEIGHT_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """A complete export.
+    """The result of an export that is complete.
 
     Attributes:
         job: the job.
@@ -55,7 +57,7 @@ class ExportResult:
         format: the format of the files.
         destination: the directory, as the caller has named it.
         tensors: the number of tensors, optimizer states included.
-        files: the files, without the one of their checksums.
+        files: the written files, without the file of their checksums.
         left_out: names of the model's state dict that the store does not have, so that the export lacks them.
         seconds: the duration.
     """
@@ -71,7 +73,7 @@ class ExportResult:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all files."""
+        """The sum of the sizes of the written files, without the file of their checksums."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -84,7 +86,7 @@ class TensorProgress:
 
 
 class FormatOptions(TypedDict, total=False):
-    """The keyword arguments of `export_step` that an export from a trainer has, too, besides the format."""
+    """The keyword arguments of `export_step`, except the format, that a trainer's own export method takes, too."""
 
     dtype: WeightDType | None
     optimizer: bool
@@ -98,7 +100,7 @@ class FormatOptions(TypedDict, total=False):
 
 
 class ExportOptions(FormatOptions, total=False):
-    """The keyword arguments of `export_step` that `begin_export` has, too."""
+    """The keyword arguments of `export_step` that `begin_export` takes, too."""
 
     format: Format
 
@@ -109,8 +111,9 @@ class PendingExport:
 
     Attributes:
         accepted: done when the arguments are found to be right and the destination can be written.
-        staged: done when the store holds the step for the export; its result is the step. From then on the export has
-            exactly that step, whatever is committed or deleted. The store copies nothing for this.
+        staged: done when the store holds the step for the export; its result is the step's number. From then on the
+            export writes exactly that step, even if the trainer commits further steps or the step is deleted. The store
+            copies nothing for this.
         persisted: done when the export is complete.
     """
 
@@ -157,8 +160,8 @@ def export_step(
         adapter: name of a LoRA adapter of peft ("default", unless the user has named it), which alone is written as
             peft writes it; "safetensors" only.
         max_shard_bytes: the most bytes of tensors in one file; not for "dcp".
-        extra_files: files that are copied beside the weights, such as a config and a tokenizer; of a directory, all
-            files in it but weights.
+        extra_files: files that are copied beside the weights, such as a config and a tokenizer. In place of a
+            directory, all files in it but weights are copied.
         overwrite: whether an export that is at the destination already is replaced.
         credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
         kept: the name under which the stores keep the step; `step` is None then.
@@ -182,7 +185,8 @@ def export_step(
     target = open_destination(destination, overwrite=overwrite)
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     progress = _ProgressCount(on_progress)
-    # The destination is entered first, so that an existing one is refused before any store is contacted.
+    # The destination's context is entered first, so that an existing directory is refused before any store is
+    # contacted.
     with ExitStack() as held:
         held.enter_context(target)
         if on_accepted is not None:
@@ -226,12 +230,13 @@ def begin_export(
     committed: Future[None] | None = None,
     **options: Unpack[ExportOptions],
 ) -> PendingExport:
-    """Begin an export on a thread of its own, and return the PendingExport with its futures. An error is logged, too.
+    """Begin an export on a thread of its own, and return the PendingExport with its futures.
 
-    The thread has a lower priority than the caller, so that the export slows training beside it little.
+    An error is logged, and is also the result of the futures that are not done. The thread has a lower priority than
+    the caller, so that the export slows the training in the same process little.
 
-    The arguments are those of `export_step`, and `committed`: if it is given, the export asks the stores for the step
-    only when this future is done, and fails if it is cancelled.
+    The arguments are those of `export_step`, and `committed`, a future that is done when the trainer has committed the
+    step. If it is given, the export asks the stores for the step only after that, and fails if the future is cancelled.
     """
     pending = PendingExport(Future(), Future(), Future())
 
@@ -245,7 +250,8 @@ def begin_export(
 
     def run() -> None:
         thread = threading.get_native_id()
-        # Where a sandbox forbids it, the export has the priority of its caller.
+        # If a sandbox forbids to set a priority, the error is ignored, and the export runs with the priority of its
+        # caller.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _MORE_NICE)
         try:
@@ -312,9 +318,10 @@ def _tensors_of(states: OptimizerStates | None) -> list[ModelTensor]:
 
 
 def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files to be copied.
+    """Return the files that are copied into the export: the given ones, and those in the given directories.
 
-    Raise ConfigError if one does not exist, or has a name that the list of checksums cannot have.
+    Raise ConfigError if a file does not exist, or has a name that cannot stand in the file of checksums. Weights in a
+    directory are left out, because the export writes its own.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -337,7 +344,7 @@ def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _fits_a_line(name: str) -> bool:
-    """Return whether the list of checksums can have a name. A backslash has another meaning there."""
+    """Return whether a file's name can stand in SHA256SUMS, where a backslash has a special meaning."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -350,7 +357,7 @@ def _is_weight_file(path: Path) -> bool:
 
 
 class _ProgressCount:
-    """The sum of the bytes that were read so far, which it passes on."""
+    """Counts the bytes that an export has read so far, and passes the sum to `on_progress` after each piece."""
 
     def __init__(self, on_progress: Callable[[TensorProgress], None] | None) -> None:
         self.total_bytes = 0
@@ -358,7 +365,7 @@ class _ProgressCount:
         self._on_progress = on_progress
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that were read."""
+        """Add `nbytes` to the bytes that were read, and call `on_progress` with the new sum."""
         self._read_bytes += nbytes
         if self._on_progress is not None:
             self._on_progress(TensorProgress(read_bytes=self._read_bytes, total_bytes=self.total_bytes))

@@ -1,8 +1,8 @@
-"""The import of a checkpoint at the start of a run, if no store that may have a step of the job has one.
+"""The import of a checkpoint at the start of a run, if no store has a step of the run's job.
 
-The run has the model, and the model says which tensors are buffers and which names are those of tied parameters. If the
-daemon is restarted meanwhile, the import begins anew. This module must never import into a job that has steps, and must
-never take a store that does not answer for one that has no steps.
+The run's model says which tensors are buffers and which names are those of tied parameters. If the daemon is restarted
+during the import, the import begins anew. This module must never import into a job that has steps. It must never assume
+that a store that does not answer has no steps.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def import_at_start(
 ) -> bool:
     """Have rank 0 import a checkpoint as the run's job, unless the job has steps. All ranks must call this.
 
-    The stores of all ranks, the peers and the daemons that hold replicas are asked for steps. Where
-    `paramserver.resume` is "must", nothing is imported, because the job must have a step already.
+    The ranks ask their stores, and rank 0 also asks the peers and the daemons that hold replicas, whether they have a
+    step of the job. Where `paramserver.resume` is "must", nothing is imported, because the job must have a step
+    already.
 
     Returns:
         Whether the checkpoint was imported.
@@ -72,8 +73,9 @@ def import_at_start(
         return False
     if collectives.rank == 0 and failure is None:
         try:
-            # If the daemon is lost, the next one has nothing of the job, so the import begins anew; or it has the
-            # import's commit, if the crash came between the commit and its confirmation.
+            # If the daemon is restarted during the import, the new daemon has nothing of the job, so the import begins
+            # anew. But if the former daemon crashed after the import's commit and before its confirmation, the new
+            # daemon has the commit. So each attempt asks for steps first.
             store.repeat_over_restarts(import_unless_it_has_steps)
         except TrainerClientError as error:
             failure = error
@@ -86,10 +88,10 @@ def import_at_start(
 
 
 def _any_has_steps(addresses: Iterable[str], job: str, credentials: Credentials) -> bool:
-    """Return whether one of the stores has a committed step of the job, or a replica of a part of it.
+    """Return whether one of the stores has a committed step of the job, or a replica of a part of the job.
 
     Raises:
-        JobConflictError: none of those that answer has one, and some do not answer.
+        JobConflictError: none of the stores that answer has a step or a replica, and some stores do not answer.
     """
     problems = []
     for address in addresses:
@@ -109,7 +111,10 @@ def _any_has_steps(addresses: Iterable[str], job: str, credentials: Credentials)
 
 
 def _has_steps(address: str, job: str, credentials: Credentials) -> bool:
-    """Return whether a store has a committed step of the job, or a replica of a part. It can raise StoreError."""
+    """Return whether the store at `address` has a step of the job, or a replica of a part of the job.
+
+    It can raise StoreError.
+    """
     with connect(StoreAddress(address=address), credentials) as client:
         return any(
             job in (stored.name, replicated_job(stored.name)) and stored.newest is not None

@@ -1,6 +1,6 @@
 """The import of a checkpoint: the detection of its format, the choice of the job's parameters, and the result.
 
-This module owns nothing beyond a call. It must never leave anything in the store after an error.
+This module keeps nothing after a call. It must never leave anything in the store after an error.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ImportResult:
         source: the checkpoint, as the caller has named it.
         format: its format: "safetensors", "state-dict", "dcp" or "deepspeed".
         step: the number of steps that the checkpoint's run had made, from which a trainer goes on.
-        committed_step: the step of the job's commit in the store, which operators see. It is above `step` where the
-            job's durability would not make a commit of that number durable, and for step 0.
+        committed_step: the number of the job's commit in the store, which operators see. It is above `step` if `step`
+            is 0, or if the job's durability would not make a commit with the number `step` durable.
         tensors: the number of parameters.
-        states: the kinds of optimizer states; none for weights alone.
-        size_bytes: the bytes in the store.
+        states: the kinds of the imported optimizer states; none if only weights were imported.
+        size_bytes: the bytes that the job takes in the store.
         left_out: entries of the checkpoint that the job does not have.
         seconds: the duration.
     """
@@ -96,17 +96,19 @@ def import_checkpoint(
         source: a local path or a URL that fsspec knows, of one of these: safetensors (a file, or a directory with an
             index); a state dict of torch.save (such as DeepSpeed's consolidated fp32 file); a checkpoint of
             torch.distributed.checkpoint; a checkpoint directory of DeepSpeed's ZeRO stages 1 to 3.
-        dtype: the dtype in which the model computes; None: fp32 for checkpoints with fp32 weights, else that of the
-            file. fp32 weights that have optimizer states are kept beside it.
-        device: the home of the tensors until a trainer takes the job over.
-        durability: the durability of the job: "step", "snapshot:N" or "none". A trainer has to ask for the same.
+        dtype: the dtype in which the model computes; None: fp32 for checkpoints with fp32 weights, else the dtype of
+            the file. Of parameters that have optimizer states, the store also keeps the fp32 weights.
+        device: the home of the tensors until a trainer resumes from the job.
+        durability: the durability of the job: "step", "snapshot:N" or "none". A trainer that resumes from the job must
+            have the same durability in its config.
         tag: for DeepSpeed: the tag of the checkpoint; None: the newest one.
         weights_only: whether optimizer states, counters and schedules are left out, so that a run begins at step 0.
         exclude: patterns (of `fnmatch`) for names of tensors that are left out.
         verify: whether all files are read and compared with their checksums first.
         is_buffer: tells by its name whether a tensor is a buffer, for formats that do not say so; None: integers and
             the statistics of batch norms are buffers.
-        is_excluded: tells by its name whether a tensor is left out, besides those of `exclude`.
+        is_excluded: tells by its name whether a tensor is left out; names that match `exclude` are left out in any
+            case.
         credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
         on_progress: called after each piece that was written.
 
@@ -114,7 +116,7 @@ def import_checkpoint(
         ConfigError: an argument is malformed, or there is nothing at `source`.
         ImportCheckpointError: the checkpoint is damaged, incomplete, of an unknown format, or not safe to load.
         ClientStateError: the checkpoint has a client state with a value that cannot be stored.
-        JobConflictError: the store has the job.
+        JobConflictError: the store already has a job of this name.
         StoreError: the store failed, or has no room.
     """
     began = time.monotonic()
@@ -163,13 +165,16 @@ def _read(
     verify: bool,
     weights_only: bool,
 ) -> Checkpoint:
-    """Open a checkpoint without what is excluded. It can raise ImportCheckpointError and ConfigError."""
+    """Open a checkpoint, and leave out the tensors that `patterns` or `is_excluded` exclude by their names.
+
+    It can raise ImportCheckpointError and ConfigError.
+    """
     left = _without(_opened(path, tag, verify=verify, weights_only=weights_only), patterns, is_excluded)
     return _weights_of(left) if weights_only else left
 
 
 def _opened(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:
-    """Open a checkpoint, and turn any error about records of an unexpected form into ImportCheckpointError.
+    """Open a checkpoint, and raise ImportCheckpointError for any error that a malformed record causes.
 
     It can raise ImportCheckpointError.
     """
@@ -182,7 +187,7 @@ def _opened(path: Path, tag: str | None, *, verify: bool, weights_only: bool) ->
 
 
 def _open(path: Path, tag: str | None, *, verify: bool, weights_only: bool) -> Checkpoint:
-    """Open a checkpoint of whichever format it has. It can raise ImportCheckpointError."""
+    """Find out the format of a checkpoint, and open it. It can raise ImportCheckpointError."""
     if tag is not None or is_deepspeed(path):
         return open_deepspeed(path, tag, verify=verify, weights_only=weights_only)
     if (path / DCP_METADATA).is_file():
@@ -205,11 +210,16 @@ def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _without(checkpoint: Checkpoint, patterns: Sequence[str], is_excluded: Callable[[str], bool] | None) -> Checkpoint:
-    """Return the checkpoint without the excluded names. Raise ConfigError for a pattern that matches none."""
+    """Return the checkpoint without the tensors that a pattern or `is_excluded` excludes by their names.
+
+    Raises:
+        ConfigError: a pattern matches no name of the checkpoint.
+    """
     names = {*(tensor.name for tensor in checkpoint.tensors), *checkpoint.aliases, *checkpoint.buffers}
     dropped = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if is_excluded is not None:
-        # Only names of stored tensors are tested. Further names of a tied tensor go with the tensor.
+        # `is_excluded` gets only the names under which the files have tensors, not the further names of tied tensors.
+        # If it excludes a tied tensor, the import leaves out the tensor's further names, too.
         dropped |= {tensor.name for tensor in checkpoint.tensors if is_excluded(tensor.name)}
     if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
         raise ConfigError(f"exclude {idle[0]!r} matches no name of the checkpoint")
@@ -223,7 +233,7 @@ def _without(checkpoint: Checkpoint, patterns: Sequence[str], is_excluded: Calla
 
 
 class _Report:
-    """The sum of the bytes that were written so far, which it passes on."""
+    """Counts the bytes that an import has written so far, and passes the sum to `on_progress` after each piece."""
 
     def __init__(self, total_bytes: int, on_progress: Callable[[TensorProgress], None] | None) -> None:
         self._total_bytes = total_bytes

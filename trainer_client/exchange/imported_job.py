@@ -1,8 +1,8 @@
 """The writing of a checkpoint into a store, in pieces, as a job that a trainer can resume.
 
-The job has one rank, a layout of its own and one commit. A trainer of any number of ranks makes its own layout from it,
-as from that of another number of ranks (training/run/relayout.py). This module owns the session until the commit, which
-is the moment from which the job exists. It must never hold more than one piece of a tensor.
+The job has one rank, a layout of its own and one commit. A trainer with any number of ranks converts the job to its own
+layout, as it converts a job of another number of ranks (training/run/relayout.py). The job exists from the commit on.
+This module must never hold more than one piece of a tensor.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from trainer_client.client.transport.rank_store import RankStore, SlabName
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.checkpoint import CheckpointTensor, Values
 
-# The most elements of a shard group. A slab in fp32 then has 8 MiB, and this is the most of the arena that is leased at
-# a time.
+# The import divides tensors into shard groups of at most this number of elements, so a slab in fp32 has at most 8 MiB.
+# The import leases one slab at a time, so it never takes more than 8 MiB of the arena.
 _GROUP_NUMEL = 2 << 20
-# The beginning of the layout's name. A trainer's own layouts begin with a fingerprint in hexadecimal digits.
+# The name of an imported job's layout begins with this word. A trainer's layout cannot have such a name, because its
+# name begins with a fingerprint in hexadecimal digits.
 _LAYOUT = "imported"
 _NONCE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """Elements [offset, offset + numel) of a tensor, which lie from `position` on in their group."""
+    """Elements [offset, offset + numel) of a flattened tensor, whose first is element `position` of their group."""
 
     tensor: CheckpointTensor
     offset: int
@@ -46,7 +47,7 @@ class _Shard:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """Shards of tensors of one dtype and with the same kinds, which are stored together."""
+    """A shard group of the imported job: its tensors share a dtype, and have optimizer states of the same kinds."""
 
     name: str
     dtype: torch.dtype
@@ -63,14 +64,15 @@ class _Group:
 
 
 class ImportedJob:
-    """A job that is made of a checkpoint's tensors.
+    """A new job for a checkpoint's tensors: its layout, which the constructor makes, and `write`, which stores it.
 
     Args:
         name: the job's name.
         tensors: the job's parameters.
         dtype: the dtype in which the model computes; None: that of the file, or fp32 if the store has no such dtype.
         device: the home of the tensors, as for a StoreClient.
-        durability: "step", "snapshot:N" or "none". A trainer has to ask for the same.
+        durability: "step", "snapshot:N" or "none". A trainer that resumes from the job must have the same durability in
+            its config.
 
     Raises:
         ConfigError: the store cannot keep a tensor.
@@ -94,7 +96,7 @@ class ImportedJob:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that are written."""
+        """The number of bytes that `write` writes."""
         return sum(group.numel * group.dtype_of(kind).itemsize for group in self._groups for kind in group.kinds)
 
     def write(
@@ -102,14 +104,14 @@ class ImportedJob:
     ) -> int:
         """Write the tensors, commit them, and return the step of the commit.
 
-        After an error the store has nothing of the job.
+        If `write` raises an error and the session ends, the store has nothing of the job.
 
         Args:
             store: a new session with the store.
             step: the number of steps that the checkpoint's run had made. The commit has this number, unless it is 0 or
                 the number of a commit that the job's durability would not make durable.
             client_state: the encoded state that the commit stores for rank 0.
-            on_written: called with the number of bytes of each slab.
+            on_written: called after each slab, with the number of bytes that were written for it.
 
         Raises:
             JobConflictError: the store has a job of this name.
@@ -118,8 +120,8 @@ class ImportedJob:
         """
         number = self._number(step)
         store.open_job(self._request())
-        # If the session ends before the layout's first commit, the store frees the layout with all that was written to
-        # it. So a failed import leaves nothing behind.
+        # If the session ends before the layout's first commit, the store frees the layout and all bytes of it. So a
+        # failed import leaves nothing in the store.
         store.begin_layout(number)
         for registration in registrations(map(self._to_proto, self._groups)):
             store.register_shards(registration.groups)
@@ -127,7 +129,7 @@ class ImportedJob:
             for kind in group.kinds:
                 self._write(store, group, kind, number)
                 on_written(group.numel * group.dtype_of(kind).itemsize)
-        # The host has copied all values itself, so no copy of a device is under way.
+        # `wait_for_copies` does nothing, because the CPU has written all values, so no device is still copying.
         store.commit(number, client_state, number, wait_for_copies=lambda: None).wait()
         return number
 
@@ -156,7 +158,7 @@ class ImportedJob:
         )
 
     def _cut(self) -> Iterator[_Group]:
-        """Yield groups that have all elements of all tensors."""
+        """Divide the elements of all tensors among shard groups of the job, and yield these groups."""
         filling: dict[tuple[torch.dtype, tuple[Kind, ...]], _Group] = {}
         number = 0
         for tensor in self._tensors:
@@ -190,12 +192,13 @@ class ImportedJob:
         )
 
     def _write(self, store: RankStore, group: _Group, kind: Kind, step: int) -> None:
-        """Read one kind of a group from the files into memory of the store, and publish it."""
+        """Read one kind of a group from the files into leased memory of the store, and publish it as a slab."""
         slab = SlabName(group=group.name, kind=KINDS[kind])
         leases = store.acquire_write([slab], step).wait()
         try:
             (leased,) = leases
-            # The leased memory may still have bytes of another session, also between the tensors, so it is zeroed.
+            # The leased memory may still have bytes of another session. The tensors do not overwrite the padding
+            # between them, so all of the memory is zeroed first.
             values = leased.data.zero_().view(group.dtype_of(kind))
             for shard in group.shards:
                 source = _source(shard.tensor, kind)
@@ -213,7 +216,7 @@ def _source(tensor: CheckpointTensor, kind: Kind) -> Values:
 def _dtype_of(tensor: CheckpointTensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which the store keeps the weight.
 
-    Raise ConfigError if the store cannot keep its elements.
+    Raise ConfigError if the store cannot keep elements of the tensor's dtype.
     """
     found = tensor.weight.dtype
     if not found.is_floating_point:

@@ -1,7 +1,7 @@
-"""The client state of an imported job: the values of a trainer's commit, as far as the checkpoint has them.
+"""The client state of an imported job: the values that a trainer commits, as far as the checkpoint has them.
 
-training/run/imported.py reads it when a trainer goes on from the job. This module must never have a value that the
-checkpoint does not have: an unknown value is None, and the trainer then uses its own.
+training/run/imported.py reads this client state when a trainer resumes from the job. This module must never invent a
+value that the checkpoint does not have: it stores None, and the trainer then uses the value of its own run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trainer_client.training.run.stored_state import sort_counts, sort_groups
 def encode_state(
     checkpoint: Checkpoint, tensors: Sequence[CheckpointTensor], buffers: Mapping[str, torch.Tensor], source: str
 ) -> tuple[bytes, tuple[str, ...]]:
-    """Return the encoded client state, and the names of entries of the checkpoint that it does not have.
+    """Return the encoded client state, and the names of the checkpoint's entries that are left out of it.
 
     Args:
         checkpoint: the checkpoint.
-        tensors: those of its tensors that are the job's parameters.
+        tensors: the tensors of the checkpoint that are the job's parameters.
         buffers: the model's buffers.
-        source: the path or URL that the user has named.
+        source: the path or URL of the checkpoint, as the user has written it.
 
     Raises:
         ClientStateError: the user's part of the checkpoint has a value that cannot be stored.
@@ -65,7 +65,8 @@ def encode_state(
             "aliases": {alias: fqn for alias, fqn in checkpoint.aliases.items() if fqn in names},
             "buffers": kept,
             "left_out": left_out,
-            # A store has no elements of these parameters, so it does not list them.
+            # The commit records the parameters without elements. A store lists only parameters of which it has
+            # elements, so an export could not find them there.
             "empty": {t.name: torch.empty(t.shape, dtype=t.weight.dtype) for t in tensors if not t.numel},
         },
         "user": checkpoint.user,
@@ -77,7 +78,7 @@ def encode_state(
 
 
 def _small(buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the buffers that a commit has room for, and the names of the others."""
+    """Return the buffers that the client state takes (at most MAX_BUFFER_BYTES together), and the others' names."""
     kept: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
     room = MAX_BUFFER_BYTES
@@ -91,7 +92,7 @@ def _small(buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
 
 def _is_storable(value: Any) -> bool:
-    """Return whether a commit can carry a value."""
+    """Return whether a value is of a type that can be stored in the client state of a commit."""
     try:
         client_state.encode({"value": value})
     except ClientStateError:
@@ -100,7 +101,10 @@ def _is_storable(value: Any) -> bool:
 
 
 def _groups(checkpoint: Checkpoint, names: Mapping[str, int]) -> list[dict[str, Any]] | None:
-    """Return the parameter groups, with the numbers of their parameters."""
+    """Return the optimizer's parameter groups, with ranges of parameters' indexes in place of the names.
+
+    The result is None if the checkpoint has no parameter groups. `names` has each parameter's index in the job.
+    """
     if checkpoint.groups is None:
         return None
     return [

@@ -48,8 +48,8 @@ def write_safetensors(
 ) -> None:
     """Write tensors as `STEM.safetensors`, or as numbered files with an index.
 
-    A tied tensor is written once, under the name that the store has, because transformers ties it again by the model's
-    config. `names` has the name in the file of each tensor whose name differs from the store's.
+    A tied tensor is written once, under the name that the store has, because transformers ties the parameters again by
+    the model's config. `names` maps a tensor's name in the store to its name in the file, where the two differ.
 
     Raises:
         ExportError: the format cannot have a tensor, which the message names.
@@ -59,7 +59,7 @@ def write_safetensors(
             raise ExportError(f"safetensors cannot have tensor {tensor.name!r} of {tensor.dtype}")
 
     def write_file(name: str, shard: Sequence[ModelTensor]) -> None:
-        # Wide types come first, so that each tensor begins at a multiple of its element's size.
+        # Tensors of wide types are written first, so that each tensor begins at a multiple of its element's size.
         ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
         with destination.create(name) as file:
             file.write(_header(ordered, names or {}))
@@ -71,7 +71,7 @@ def write_safetensors(
 
 
 def _header(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> bytes:
-    """Return the beginning of a file with these tensors, up to the first byte of the first one."""
+    """Return the first bytes of a safetensors file that has these tensors: the header's length, and the header."""
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for tensor in tensors:

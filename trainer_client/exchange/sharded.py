@@ -19,16 +19,17 @@ def write_sharded(
     *,
     with_aliases: bool,
 ) -> None:
-    """Write tensors to one file, or to several and an index of them.
+    """Write tensors to one file, or to several files and an index that names the file of each tensor.
 
     Args:
         tensors: the tensors.
         destination: the directory of the files.
-        max_shard_bytes: the most bytes of tensors in one file; a larger tensor has a file of its own.
+        max_shard_bytes: the most bytes of tensors in one file; a tensor with more bytes has a file of its own.
         stem: the part of a file's name before its number, for example "model".
-        suffix: the part after it, for example ".safetensors".
+        suffix: the part of a file's name after its number, for example ".safetensors".
         write_file: writes some of the tensors to a file with a given name.
-        with_aliases: whether the files have further names of tied tensors, so that the index names them, too.
+        with_aliases: whether `write_file` writes the further names of tied tensors, so that the index must list them,
+            too.
     """
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
@@ -46,7 +47,7 @@ def write_sharded(
 
 
 def _split(tensors: Sequence[ModelTensor], most_bytes: int) -> list[list[ModelTensor]]:
-    """Return the tensors in their order, divided so that only a single tensor exceeds `most_bytes`."""
+    """Return the tensors in their order, in lists of at most `most_bytes`; a larger tensor has a list of its own."""
     shards: list[list[ModelTensor]] = [[]]
     nbytes = 0
     for tensor in tensors:

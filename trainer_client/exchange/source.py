@@ -1,6 +1,7 @@
 """The files that an import reads: a local path, or a copy of the files at a URL, with their checksums verified.
 
-This module owns the copy, and removes it. It must never follow a name in a file out of the checkpoint's directory.
+This module owns the copy, and removes it. If a file names another file, this module must never look for that file
+outside of the checkpoint's directory.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from trainer_client.errors import ConfigError, ImportCheckpointError
 from trainer_client.exchange.destination import CHECKSUMS
 from trainer_client.training.run.checkpoint_files import MANIFEST
 
-# The file that makes a directory a checkpoint of torch.distributed.checkpoint.
+# A directory with this file is a checkpoint of torch.distributed.checkpoint.
 DCP_METADATA = ".metadata"
 _READ_AT_ONCE = 4 << 20
 _MAX_SUMS_BYTES = 256 << 20
 _CHECKSUM_LINE = re.compile(r"^([0-9a-f]{64}) [ *](.+)$")
-# The suffixes of files of torch.save, which have a checksum for each record.
+# The suffixes of files of torch.save. Such a file is a zip archive, which has a checksum of each record.
 _TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 
 
 @contextmanager
 def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the local path of a checkpoint, which is copied into a temporary directory if it is behind a URL.
+    """Yield the local path of a checkpoint, which is first copied into a temporary directory if it is at a URL.
 
     Raises:
         ConfigError: fsspec cannot read a URL of this kind, or the path or URL does not exist.
@@ -68,7 +69,8 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
                     "free: make room there, or set TMPDIR"
                 )
             if files.isfile(root):
-                # The copy keeps the file's name, because the suffix tells the format.
+                # The local copy of a checkpoint's file keeps the file's name, because the import finds the format by
+                # the suffix.
                 target = Path(directory) / name_within(root.rpartition("/")[2], text)
             files.get(root, str(target), recursive=True)
         except OSError as error:
@@ -77,9 +79,9 @@ def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def name_within(name: object, where: object) -> str:
-    """Return `name` if it is the name of a file in a directory, without any path.
+    """Return `name`, which a file of the checkpoint gives for another file, if it has no directory in it.
 
-    It can raise ImportCheckpointError.
+    Any other name is refused with ImportCheckpointError, because it could lead outside of the checkpoint's directory.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ImportCheckpointError(f"{where} names the file {name!r}, which is not in its own directory")
@@ -97,7 +99,9 @@ def check_foreign(directory: Path) -> None:
 
 
 def verify_checksums(files: Sequence[Path]) -> None:
-    """Compare files with their checksums, if there are any: a SHA256SUMS beside them, or within files of torch.save.
+    """Compare files with their checksums, which SHA256SUMS beside them has, or a file of torch.save itself.
+
+    A file that has no checksum in either place is not read.
 
     Raises:
         ImportCheckpointError: a file differs from its checksum, or is missing.
@@ -117,7 +121,7 @@ def verify_checksums(files: Sequence[Path]) -> None:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the checksum of each file in a list of the command sha256sum; an empty dict if there is no list."""
+    """Return the checksum of each file that a list of the command sha256sum names; {} if `path` does not exist."""
     if not path.is_file():
         return {}
     sums: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """A committed step of a job as a model: its tensors by name, read from the store piece by piece.
 
-This module owns the readers that hold the step, so that all values that it reads belong to one step, whatever the
-trainer commits meanwhile. It must never hold more of a tensor than the piece that the caller asked for, and never write
-to the store.
+This module owns the readers that hold the step, so that all values that it reads belong to one step, even if the
+trainer commits further steps meanwhile. It must never hold more of a tensor than the piece that the caller asked for,
+and never write to the store.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from trainer_client.training.run.stored_step import StepPart, StoreAddress, Stor
 
 log = logging.getLogger(__name__)
 
-# The most bytes that are read at once. The reader divides them into some parts, so that the store fetches one part
-# while this process copies the part before it.
+# The most bytes of a tensor that are read at once. The reader divides a read into parts, so that the store fetches one
+# part while this process copies the part before it.
 PIECE_BYTES = 32 << 20
 # Tensors of at most this size are read together, up to _BATCH_BYTES at once, because a request takes some milliseconds,
 # however small the tensor is.
@@ -48,15 +48,16 @@ _COUNTED_STATES: frozenset[Kind] = frozenset({"exp_avg_sq", "sum"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensor:
-    """A tensor of the model, or an optimizer state of a parameter, as it is written to the files.
+    """A tensor of the model, or an optimizer state of a parameter, as an export writes it to files.
 
     Attributes:
         name: the name under which it is written.
         shape: the tensor's shape.
         dtype: the dtype in which it is written.
-        kind: the stored kind that its elements are read from; None: `value` has the elements.
+        kind: the stored kind from which the elements are read; None: the tensor is a buffer, and `value` has the
+            elements.
         aliases: the further names of a tied tensor.
-        value: the elements of a buffer.
+        value: the elements of a buffer; None for all other tensors.
     """
 
     name: str
@@ -77,7 +78,7 @@ class ModelTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStates:
-    """The optimizer of a step, as torch has it.
+    """The optimizer of a step, in the form of a state dict of torch.
 
     Attributes:
         states: the states of each trained parameter, by the parameter's name and torch's name of the state.
@@ -91,18 +92,21 @@ class OptimizerStates:
 
 
 class StoredModel:
-    """The model of one step, held for reading; see `open_model`.
+    """The model of one step, which the stores hold for reading; see `open_model`.
 
     Attributes:
-        job: the name of its job.
+        job: the name of the job.
         step: the number of the step.
-        buffers: the model's buffers by name: those that the commit has, unless the caller knows more of them.
-        left_out: names of a plain state dict that the store does not have, so that no export can have them.
+        buffers: the model's buffers by name: those in the commit's client state, and the large buffers that rank 0 has
+            stored beside it.
+        left_out: names in the model's state dict of which the store has no values, so that the export lacks them.
         adapters: the configs of peft's adapters in JSON, by name.
     """
 
     def __init__(self, origin: StoredStep, on_read: Callable[[int], None]) -> None:
-        """Describe the step; `on_read` is called with the number of bytes of each piece that was read.
+        """Read the list of the step's tensors, and the client state of the step's commit.
+
+        `on_read` is called later, with the number of bytes of each piece of a tensor that was read.
 
         Raises:
             StoreNotFoundError: the stores do not have some elements.
@@ -111,8 +115,8 @@ class StoredModel:
         self.job = origin.job
         self.step = origin.step
         self._origin = origin
-        # A mapping takes memory page by page as it is written, so that a small model takes little. A bytearray would be
-        # filled with zeros first, which takes 20 ms.
+        # An anonymous mapping takes memory only for the pages that were written, so a small model takes little memory.
+        # A bytearray would be filled with zeros first, which takes 20 ms.
         self._buffer = mmap.mmap(-1, PIECE_BYTES)
         self._on_read = on_read
         encoded = origin.client_state(0)
@@ -135,8 +139,9 @@ class StoredModel:
         self.buffers: Mapping[str, torch.Tensor] = {**(model or {}).get("buffers", {}), **origin.buffers(0)}
         self.left_out: tuple[str, ...] = tuple((model or {}).get("left_out", ()))
         self.adapters: Mapping[str, str] = (model or {}).get("adapters", {})
-        # The sizes of small tensors that were planned and not read yet, by kind and name; and the small tensors that
-        # were read and that no caller has taken yet.
+        # `_small` has the sizes of small tensors that were passed to `plan` and were not read yet, by kind and name.
+        # `_read_ahead` has small tensors that one request has read together with another tensor. They stay there until
+        # the caller asks for them.
         self._small: dict[Kind, dict[str, int]] = {}
         self._read_ahead: dict[tuple[str, Kind], torch.Tensor] = {}
 
@@ -144,8 +149,8 @@ class StoredModel:
         """Return the parameters in the model's order, then the buffers.
 
         Args:
-            dtype: the dtype of the parameters, which are converted from the fp32 weights where there are any. Buffers
-                keep their dtype. None: the dtype in which the model computed.
+            dtype: the dtype of the parameters, which are converted from the fp32 weights if the store has fp32 weights.
+                None: the dtype in which the model computed. Buffers keep their dtype in either case.
         """
         found = []
         for tensor in self._tensors:
@@ -195,10 +200,11 @@ class StoredModel:
         )
 
     def read(self, tensor: ModelTensor, offset: int, numel: int) -> torch.Tensor:
-        """Return elements [offset, offset + numel) of the flattened tensor, [numel], valid until the next read.
+        """Return elements [offset, offset + numel) of the flattened tensor as a tensor [numel].
 
-        All pieces are read into one buffer: when memory was allocated and freed for each piece, the process was seen to
-        grow to the size of the model, because the heap kept the freed memory.
+        The next read overwrites the returned elements, because all pieces are read into one buffer. When memory was
+        allocated and freed for each piece, the process was seen to grow to the size of the model, because the heap kept
+        the freed memory.
 
         Args:
             tensor: the tensor.
@@ -223,16 +229,16 @@ class StoredModel:
         return piece
 
     def plan(self, tensors: Iterable[ModelTensor]) -> None:
-        """Note the tensors that the caller will read, each once, so that small ones can be read together."""
+        """Note which tensors the caller will read, each once, so that `read` can fetch small ones with one request."""
         for tensor in tensors:
             if tensor.kind is not None and tensor.nbytes <= _SMALL_BYTES:
                 self._small.setdefault(tensor.kind, {})[tensor.name] = tensor.nbytes
 
     def _take_small(self, tensor: ModelTensor, kind: Kind) -> torch.Tensor | None:
-        """Return a small tensor that was planned, whole and flattened; None if it has to be read by itself.
+        """Return a small tensor, flattened, if it can be fetched together with other small tensors; else None.
 
-        If it was not read yet, the following tensors of its kind are read with it, and kept until the caller asks for
-        them.
+        It can be fetched so if it was passed to `plan`, and one store has all of it. If the tensor was not fetched yet,
+        other small tensors of its kind are fetched with it, and kept until the caller reads them.
         """
         if (tensor.name, kind) in self._read_ahead:
             return self._read_ahead.pop((tensor.name, kind))
@@ -253,7 +259,7 @@ class StoredModel:
         return self._read_ahead.pop((tensor.name, kind))
 
     def pieces(self, tensor: ModelTensor) -> Iterator[torch.Tensor]:
-        """Yield the flattened tensor piece by piece; each piece is valid until the next one.
+        """Yield the flattened tensor piece by piece; the next piece overwrites the one before it.
 
         It can raise StoreError.
         """
@@ -263,7 +269,7 @@ class StoredModel:
 
 
 def piece_numel(tensor: ModelTensor) -> int:
-    """Return the number of elements that are read at once. They may be converted from fp32, which takes more bytes."""
+    """Return the most elements of a tensor that are read at once: at most PIECE_BYTES, even if read as fp32."""
     return PIECE_BYTES // max(tensor.dtype.itemsize, torch.float32.itemsize)
 
 
@@ -277,10 +283,10 @@ def open_model(
     *,
     kept: str | None = None,
 ) -> Iterator[StoredModel]:
-    """Hold a step of a job for reading within the context.
+    """Have the stores hold a step of a job, and yield its model for reading within the context.
 
     Args:
-        stores: the addresses of the stores that have parts of the job, one for each node of its ranks.
+        stores: the addresses of the stores that have parts of the job, one for each node on which the job has ranks.
         job: the job's name.
         step: the step's number; None: the newest step that all of the stores have.
         credentials: token and TLS files to connect with.
@@ -312,8 +318,8 @@ def open_model(
             try:
                 steps = [part.reader.step for part in origin.parts()]
             except StoreNotFoundError:
-                # The trainer has committed further steps since the choice, and a store no longer has the chosen step.
-                # Choose again.
+                # The trainer has committed further steps since this export chose a step, and a store no longer has the
+                # chosen step. So the export chooses again, unless the caller has named a step.
                 if step is not None or kept is not None or time.monotonic() > deadline:
                     raise
                 continue
@@ -335,7 +341,8 @@ def _choose(clients: Sequence[StoreClientSync], stores: Sequence[str], job: str,
     known: set[int] = set()
     for client, address in zip(clients, stores, strict=True):
         layouts = _layouts_of(client, address, job)
-        # If a step is in several layouts, the latest layout is chosen.
+        # If a job has a step in several layouts, the latest of these layouts is chosen, so the place of a layout
+        # counts.
         steps = {(number, place, stored.name) for place, stored in enumerate(layouts) for number in stored.steps}
         known |= {number for number, _, _ in steps}
         common = steps if common is None else _common(common, steps)
@@ -352,7 +359,13 @@ def _choose(clients: Sequence[StoreClientSync], stores: Sequence[str], job: str,
 
 
 def _common(some: set[tuple[int, int, str]], others: set[tuple[int, int, str]]) -> set[tuple[int, int, str]]:
-    """Return those of `some` whose step and layout are also in `others`, whatever the place of the layout there."""
+    """Return the items of `some` whose step and layout another store has, too.
+
+    Args:
+        some: for each step that the stores asked so far have: its number, the index of its layout in a store's list,
+            and the layout's name.
+        others: the same of another store, in whose list the layouts may have other indexes.
+    """
     there = {(number, name) for number, _, name in others}
     return {found for found in some if (found[0], found[2]) in there}
 
@@ -370,7 +383,7 @@ def _layouts_of(client: StoreClientSync, address: str, job: str) -> tuple[Stored
 
 
 def _is_whole(holder: StepPart, fqn: str) -> bool:
-    """Return whether a store has all elements of a tensor."""
+    """Return whether the store that `holder` reads from has all elements of the tensor with this name."""
     tensor = holder.tensors.get(fqn)
     return tensor is not None and tensor.held == ((0, tensor.numel),)
 
@@ -380,8 +393,9 @@ def _whole_tensors(origin: StoredStep, known: int, empty: Mapping[str, torch.Ten
 
     Args:
         origin: the step.
-        known: the number of tensors that the model has at least. A store lists only those of which it has elements.
-        empty: the tensors without elements, by name, in the model's order.
+        known: the number of parameters that the client state knows of. A store lists only parameters of which it has
+            elements, so the model may have more than the stores list.
+        empty: the parameters without elements, by name, in the model's order.
 
     Raises:
         StoreNotFoundError: the stores lack some elements.

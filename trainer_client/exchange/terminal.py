@@ -18,8 +18,8 @@ from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.exchange.export import TensorProgress
 
 _WRONG_OPTIONS = 2
-# The command that the user has called, with which messages begin: `paramserver`, or `paramserver-admin`, which has the
-# same verbs. `main` of a verb sets it.
+# The name of the command that the user has called: `paramserver`, or `paramserver-admin`, which has the same verbs.
+# Messages begin with this name. The `main` function of a verb sets this variable.
 COMMAND: ContextVar[str] = ContextVar("command", default="paramserver")
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -34,7 +34,7 @@ def progress_bar(name: str) -> Iterator[Callable[[TensorProgress], None]]:
 
 @contextmanager
 def cleaning_up_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by an exception within the context, so that the written files are removed."""
+    """Make SIGTERM raise SystemExit within the context, so that the files written so far are removed."""
 
     def end(number: int, frame: object) -> NoReturn:
         sys.exit(_TERMINATED)
@@ -51,7 +51,8 @@ def exit_statuses(after_interrupt: str) -> Iterator[None]:
     """End the process if an error leaves the context: with 2 for wrong options, 130 after Ctrl-C, else with 1.
 
     Args:
-        after_interrupt: the text that the message shows after Ctrl-C: what exists then, and what does not.
+        after_interrupt: the text that the message shows after Ctrl-C. It says what the interrupted verb has left
+            behind.
     """
     try:
         yield
@@ -67,7 +68,7 @@ AddressT = TypeVar("AddressT", str, list[str])
 
 
 def required(address: AddressT | None) -> AddressT:
-    """Return what the option --address gives. Raise ConfigError if it gives nothing."""
+    """Return the value of the option --address. Raise ConfigError if neither option nor environment has one."""
     if not address:
         raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
     return address

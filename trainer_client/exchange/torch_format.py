@@ -1,4 +1,4 @@
-"""The export as the file that DeepSpeed's zero_to_fp32.py makes: an fp32 state dict as `torch.save` writes it.
+"""The export as a file such as DeepSpeed's zero_to_fp32.py makes: an fp32 state dict, as `torch.save` writes it.
 
 `torch.save` needs all tensors of a file in memory, so this module writes the format itself, piece by piece: a zip
 archive without compression that has the pickled state dict, in which each tensor names a record, and the bytes of the
@@ -27,7 +27,7 @@ from trainer_client.exchange.destination import Destination
 from trainer_client.exchange.sharded import write_sharded
 from trainer_client.exchange.stored_model import ModelTensor, StoredModel
 
-# The classes by which the pickled state dict names element types.
+# The class that stands for each dtype in a file of torch.save, whose pickled state dict names dtypes by classes.
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -44,16 +44,17 @@ _PICKLE_PROTOCOL = 2
 _FORMAT_VERSION = "3\n"
 # Records begin at multiples of this number of bytes, as in files of `torch.save`, so that they can be mapped.
 _ALIGNMENT_BYTES = 64
-# A zip entry has a header of this size before its name, and with 64-bit sizes an extra field of this size behind it.
+# An entry of a zip file has a header of _ENTRY_HEADER_BYTES before its name. With 64-bit sizes, it also has an extra
+# field of _LARGE_SIZES_BYTES behind the name.
 _ENTRY_HEADER_BYTES = 30
 _LARGE_SIZES_BYTES = 20
-# torch marks its padding, which is an extra field of the entry, with these two letters.
+# torch pads an entry of a zip file with an extra field that is marked by these two letters, so an export does, too.
 _PADDING_FIELD = struct.unpack("<H", b"FB")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _FileRecord:
-    """The bytes of a tensor. The pickler writes it as torch writes a storage."""
+    """A record of the archive, which has the bytes of a tensor. The pickler writes it as torch writes a storage."""
 
     key: str
     tensor: ModelTensor
@@ -84,7 +85,7 @@ class _StateDictPickler(pickle.Pickler):
 def write_fp32(
     model: StoredModel, tensors: Sequence[ModelTensor], destination: Destination, max_shard_bytes: int
 ) -> None:
-    """Write tensors as `pytorch_model.bin`, or as numbered files with an index. A tied tensor has all of its names.
+    """Write tensors as `pytorch_model.bin`, or as numbered files with an index, under all names of tied tensors.
 
     Raises:
         ExportError: the format cannot have a tensor, which the message names.

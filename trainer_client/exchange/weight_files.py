@@ -1,6 +1,7 @@
 """The reader of weights in safetensors files and in state dicts of torch.save, as transformers and DeepSpeed write.
 
-These files have names and values only. So the import tells parameters from buffers by the names that the caller gives.
+These files have names and values only, and do not say which tensors are buffers. So the caller gives a function that
+tells buffers by their names; without one, integers and the statistics of batch norms are taken for buffers.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from trainer_client.training.initial.loading import MOST_VALUES, FileTensor, Wei
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MAX_INDEX_BYTES = 256 << 20
-# The most elements that are converted to another dtype at a time.
+# The most elements of a tensor that an import converts to another dtype at a time.
 _CONVERTED_AT_ONCE = 128 << 10
 
-# Without a model, tensors whose last name is one of these are taken for buffers: the statistics of torch's batch norms.
+# The names of the statistics of torch's batch norms. If the caller does not tell which tensors are buffers, a tensor is
+# taken for a buffer if the last part of its name is one of these.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, slots=True)
 class _FileValues:
-    """The elements of a tensor in a safetensors file."""
+    """The elements of a tensor in a safetensors file, which `read` reads from the file piece by piece."""
 
     stored: FileTensor
 
@@ -40,7 +42,8 @@ class _FileValues:
         return self.stored.dtype
 
     def read(self, target: torch.Tensor, offset: int) -> None:
-        # A conversion is done in small pieces, because the heap was seen to keep large ones after they were freed.
+        # A tensor that is read in another dtype is converted in small pieces, because the heap was seen to keep the
+        # temporary memory of large conversions after it was freed.
         step = target.numel() or 1 if target.dtype == self.dtype else _CONVERTED_AT_ONCE
         try:
             for first in range(0, target.numel(), step):
@@ -50,7 +53,7 @@ class _FileValues:
 
 
 def open_safetensors(path: Path, *, verify: bool) -> Checkpoint:
-    """Open a safetensors file, or a directory with one or with an index of several.
+    """Open a safetensors file, or a directory with one file or with an index of several files.
 
     It can raise ImportCheckpointError.
     """
@@ -66,7 +69,7 @@ def open_safetensors(path: Path, *, verify: bool) -> Checkpoint:
 
 
 def open_state_dict(path: Path, *, verify: bool) -> Checkpoint:
-    """Open a state dict of torch.save, or a directory with one or with an index of several: names, and fp32 weights.
+    """Open a state dict of torch.save, or a directory with one file or with an index of several files.
 
     Names that share the bytes of one tensor are tied.
 
@@ -79,7 +82,8 @@ def open_state_dict(path: Path, *, verify: bool) -> Checkpoint:
     tensors: dict[str, tuple[tuple[int, ...], Values]] = {}
     aliases: dict[str, str] = {}
     for file in files:
-        # The mapped bytes of a file have one address, so two names with the same address are one tensor.
+        # torch maps a file once. So two names in a file whose tensors have the same address are names of one tied
+        # tensor.
         places: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, tensor in torch_files.load_tensors(file).items():
             if name in tensors:
@@ -124,7 +128,8 @@ def divide(
 
     Args:
         checkpoint: the checkpoint.
-        is_buffer: tells buffers by their names; None: integers and the statistics of batch norms are buffers.
+        is_buffer: returns by a tensor's name whether it is a buffer; by default only the statistics of batch
+            norms, by their names. Tensors of integers are buffers in any case.
 
     Raises:
         ImportCheckpointError: a buffer cannot be read.

@@ -1,4 +1,4 @@
-"""Inference from the store: DeepSpeed's names for it, and the rooms behind them."""
+"""Inference with weights from the store: DeepSpeed's names for it, and the modules that implement them."""
 
 from __future__ import annotations
 

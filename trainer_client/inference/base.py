@@ -1,6 +1,6 @@
-"""The engines without an optimizer, which compute and never train: what they have in common.
+"""The common base of the engines without an optimizer, which compute and never train.
 
-This module owns the end of such an engine. It must never change a weight.
+This module closes what an engine holds when the engine ends. It must never change a weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer_client.training.step.precision import PrecisionPolicy, cast_floatin
 
 
 class ComputingEngine(EngineGetters):
-    """An engine that computes what its model computes, and refuses to train.
+    """The base of `InferenceEngine` and `WholeEngine`, which compute what their model computes and refuse to train.
 
     Attributes:
         module: the model.
@@ -30,7 +30,7 @@ class ComputingEngine(EngineGetters):
         local_rank: the number of this rank on its node.
     """
 
-    # The name of the engine in errors, and why it refuses to train.
+    # The part of error messages that names the engine and says why it refuses to train.
     _refusing: str
 
     def __init__(
@@ -42,10 +42,10 @@ class ComputingEngine(EngineGetters):
         local_rank: int,
         resources: ExitStack,
     ) -> None:
-        """Keep what the getters need.
+        """Keep the model, and what the getters for the config and the batch sizes return.
 
         Args:
-            collectives: those with which the model was opened. The engine does not communicate.
+            collectives: the collectives with which the model was opened. The engine itself does not communicate.
             resources: the exit stack that `close` closes. For example, it leaves the process group that was joined.
         """
         super().__init__()
@@ -60,7 +60,7 @@ class ComputingEngine(EngineGetters):
         self.training = model.training
 
     def _cast(self, *inputs: Any) -> Any:
-        """Return positional and keyword arguments with their floating-point tensors in the compute dtype."""
+        """Return the arguments of a forward, with their floating-point tensors cast to the compute dtype."""
         dtype = self._precision.compute_dtype
         return inputs if dtype is None else cast_floating_inputs(inputs, dtype)
 
@@ -80,11 +80,11 @@ class ComputingEngine(EngineGetters):
         raise PhaseError(f"{what} of {self._refusing}; pass an optimizer to initialize(), or write one into the config")
 
     def close(self) -> None:
-        """Give back what the engine has. A repeated call has no effect."""
+        """Release all that the engine holds, for example its leases. A repeated call has no effect."""
         self._resources.close()
 
     def destroy(self) -> None:
-        """Close the engine, as `close` does. DeepSpeed has this name."""
+        """Close the engine, as `close` does. DeepSpeed's engine has this method."""
         self.close()
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """The engine for inference: a model whose weights are a committed step in the store.
 
-This module owns the life of the hooks and of the leases. It must never change a weight, and never write to the store.
+The engine holds the hooks and the leases until it is closed. This module must never change a weight, and never write to
+the store.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceParts:
-    """The objects that an engine for inference calls, made by opening.py."""
+    """The objects that opening.py makes for an engine for inference, and that the engine calls and closes."""
 
     weights: StepWeights
     residency: WeightResidency
@@ -46,8 +47,8 @@ class InferenceEngine(ComputingEngine):
     """The engine that `initialize` without an optimizer and `init_inference` return.
 
     It computes what the model computes, bit for bit: `engine(batch)`, `engine.generate(...)`, or the model itself. It
-    has no backward pass. It answers questions about its config and its sizes as the engine of a training loop does.
-    Attributes that the engine does not have are the model's.
+    has no backward pass. It has the same getters for the config and the batch sizes as the engine of a training loop.
+    An attribute that the engine does not have is looked up in the model.
 
     Attributes:
         module: the model.
@@ -69,11 +70,11 @@ class InferenceEngine(ComputingEngine):
         local_rank: int,
         resources: Resources,
     ) -> None:
-        """Join the parts to an engine.
+        """Make the engine of a model whose weights and hooks opening.py has prepared.
 
         Args:
-            collectives: those with which the model was opened. The engine does not communicate.
-            resources: closed with the engine, which takes all of them over.
+            collectives: the collectives with which the model was opened. The engine itself does not communicate.
+            resources: what the engine takes over, and closes when it is closed.
         """
         super().__init__(model, settings, sizes, collectives, local_rank, resources.all.pop_all())
         self.job = parts.weights.job
@@ -95,9 +96,9 @@ class InferenceEngine(ComputingEngine):
 
     @property
     def config(self) -> Any:
-        """The model's config if it has one, as those of transformers have, as with DeepSpeed; else the training config.
+        """The model's own config, if it has one, as in DeepSpeed's engine for inference; else the training config.
 
-        `generate` and other functions for inference read it.
+        Models of transformers have a config, which `generate` and other functions for inference read.
         """
         return self.module.config if hasattr(self.module, "config") else super().config
 
@@ -123,7 +124,7 @@ class InferenceEngine(ComputingEngine):
             return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the model's state by name, as copies on the CPU: parameters, their tied names, and buffers."""
+        """Return the parameters, under all of their names, and the buffers by name, as copies on the CPU."""
         self._require_open()
         weights = self._parts.weights
         copies: dict[int, torch.Tensor] = {}
@@ -141,9 +142,9 @@ class InferenceEngine(ComputingEngine):
         }
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the model's modules, on which dropout depends, for example.
+        """Set train or eval mode in the model's modules, on which for example dropout depends.
 
-        Training is possible in neither mode.
+        The engine refuses to train in either mode.
         """
         super().train(mode)
         return self
@@ -151,8 +152,8 @@ class InferenceEngine(ComputingEngine):
     def close(self) -> None:
         """Release the weights, and stop the daemon that belongs to the engine. A repeated call has no effect.
 
-        The model has no weights afterwards, and a forward of it raises RuntimeError. In a forked child this has no
-        effect.
+        The model has no weights afterwards, and its forward raises RuntimeError. In a forked child process this call
+        has no effect, because the parent still uses the engine.
         """
         if self._closed or not self._process.is_here:
             return
@@ -165,7 +166,7 @@ class InferenceEngine(ComputingEngine):
         super().close()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return the engine if `fn`, which `to` or `half` passes, would change no tensor. Refuse the call if it would.
+        """Return the engine if `fn`, the conversion of `to` or `half`, would change no tensor; else refuse the call.
 
         Raises:
             RuntimeError: `fn` gives tensors another device or dtype than the stored weights have.
@@ -184,7 +185,7 @@ class InferenceEngine(ComputingEngine):
             raise RuntimeError("the engine for inference is closed")
 
     def _refuse_released(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Refuse `state_dict()` while some weights are not in memory, unless the caller wants the parameters."""
+        """Refuse `state_dict()` if some weights do not stay in memory, unless `keep_vars` asks for the parameters."""
         if self._parts.residency.streams and not keep_vars:
             raise RuntimeError(
                 "not all of the model's weights are in memory: call engine.full_state_dict() instead of state_dict()"

@@ -1,7 +1,7 @@
 """`init_inference` as DeepSpeed has it, `load_checkpoint_and_dispatch` and `disk_offload` as Accelerate has them.
 
-This module owns the meaning of each of their arguments. It must never ignore an argument that changes the result in
-DeepSpeed or Accelerate.
+This module decides what each argument of these functions means here. It must never ignore an argument that changes the
+result in DeepSpeed or Accelerate.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NO_PARALLEL = "tensor and expert parallelism are not built: start several proce
 _NO_QUANT = "weights are used in the dtype that they are stored in: leave it out, or quantize the model before"
 _SERVED_ELSEWHERE = "the store keeps the weights: name the job with paramserver.job"
 
-# DeepSpeed's arguments that are refused, unless they have one of the given values, which ask for nothing. The text says
-# what to do instead.
+# DeepSpeed's arguments that are refused unless they have one of the values in the tuple, with which DeepSpeed, too,
+# would do nothing. The text after the tuple says what to do instead of passing the argument.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "replace_with_kernel_inject": ((False, None), _NO_KERNELS),
     "kernel_inject": ((False, None), _NO_KERNELS),
@@ -64,7 +64,8 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint_config": ((None, {}), "pass checkpoint=, the path of a safetensors file or directory"),
     "base_dir": (("", None), "pass checkpoint=, the path of a safetensors file or directory"),
 }
-# DeepSpeed's arguments that only steer its kernels or the loading of its checkpoints. They change no result here.
+# DeepSpeed's arguments that only control its kernels or the loading of its checkpoints. A warning says that they have
+# no effect here.
 _WITHOUT_EFFECT = frozenset(
     {
         "triangular_masking",
@@ -105,10 +106,11 @@ def init_inference(model: nn.Module, config: Mapping[str, Any] | None = None, **
 
     Args:
         model: the model, with values, or on the meta device.
-        config: the arguments as a dict; those that are given by name as well must have the same value.
-        kwargs: `dtype` (parameters and floating-point buffers are converted; None: they stay), `checkpoint` (a
-            safetensors file or directory, which is put into the store once), `zero` (the section
-            `zero_optimization`), and this library's section `paramserver`. docs/inference.md has the others.
+        config: the arguments as a dict; an argument that is also given by name must have the same value there.
+        kwargs: `dtype` (of parameters and floating-point buffers, which are converted; None: each keeps its dtype),
+            `checkpoint` (a safetensors file or directory, which is put into the store once), `zero` (the section
+            `zero_optimization`), and this library's section `paramserver`. docs/inference.md describes the other
+            arguments.
 
     Raises:
         ConfigError: an argument is unknown, or cannot be honoured.
@@ -145,18 +147,19 @@ def load_checkpoint_and_dispatch(
     *,
     paramserver: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Let a model compute with the weights of a checkpoint, which is put into the store once, and return the model.
+    """Make a model compute with a checkpoint's weights, which are put into the store once, and return the model.
 
-    The signature is Accelerate's, as far as its arguments mean something here. The attribute `paramserver_engine` of
-    the model is the engine; its `close()` ends the use of the store.
+    The signature is that of Accelerate, without the arguments that would have no meaning here. The attribute
+    `paramserver_engine` of the model is the engine; its `close()` ends the use of the store.
 
     Args:
         model: the model, usually built under `torch.device("meta")` or `zero.Init()`.
-        checkpoint: a safetensors file, or a directory with one or with an index of several.
+        checkpoint: a safetensors file, or a directory with one file or with an index of several files.
         device_map: None, "auto" or "cpu": the store decides what stays in memory.
         max_memory: {"cpu": BYTES}: the most bytes of host memory for the weights.
-        no_split_module_classes: names of the classes of modules that are fetched as a whole.
-        offload_folder: the state directory of a daemon of the process's own; None: `./paramserver-state`.
+        no_split_module_classes: names of classes; a module of such a class is fetched from the store as a whole.
+        offload_folder: the state directory of the daemon that this process starts if no daemon is named; None:
+            `./paramserver-state`.
         offload_buffers: refused, because buffers stay in memory.
         dtype: the dtype of the parameters; None: the model's.
         strict: whether the model and the files must have the same names.
@@ -185,11 +188,12 @@ def disk_offload(
     max_memory: Mapping[str | int, int | str] | None = None,
     paramserver: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Put a model's weights into the store, free their memory, and return the model, which computes as before.
+    """Put a model's weights into the store, free their memory, and return the model. It computes as before.
 
     Args:
         model: the model, with values.
-        offload_dir: the state directory of a daemon of the process's own; None: `./paramserver-state`.
+        offload_dir: the state directory of the daemon that this process starts if no daemon is named; None:
+            `./paramserver-state`.
         offload_buffers: refused, because buffers stay in memory.
         max_memory, paramserver: see `load_checkpoint_and_dispatch`.
 
@@ -225,7 +229,10 @@ def _refuse_buffers(name: str, offload_buffers: bool) -> None:
 def _with_memory(
     section: dict[str, Any], name: str, max_memory: Mapping[str | int, int | str] | None
 ) -> dict[str, Any]:
-    """Return the section `paramserver` with the limit of host memory that Accelerate's argument gives."""
+    """Return the section `paramserver` of the config, in which Accelerate's `max_memory` limits the host memory.
+
+    `name` is the function that the user has called, for messages.
+    """
     if max_memory is None:
         return section
     if set(max_memory) != {"cpu"}:
@@ -251,7 +258,8 @@ def _dispatch(
     if folder is not None:
         paramserver.setdefault("state_dir", str(folder))
     engine = _open(model, dtype=dtype, checkpoint=checkpoint, strict=strict, zero=None, paramserver=paramserver)
-    # `object.__setattr__` is used because a plain assignment would make the engine's module a submodule of the model.
+    # `object.__setattr__` makes the engine an attribute of the model. A plain assignment would make the engine, which
+    # is an nn.Module, a submodule of the model.
     object.__setattr__(model, "paramserver_engine", engine)
     return model
 
@@ -265,7 +273,11 @@ def _open(
     zero: Mapping[str, Any] | None,
     paramserver: Mapping[str, Any] | None,
 ) -> InferenceEngine:
-    """Return an engine for a model. If the caller names no host budget, this function chooses it."""
+    """Return the engine that the functions of this module return or attach to the model.
+
+    If the caller names neither a daemon nor a host budget, this process starts a daemon, whose host budget is computed
+    from the size of the model.
+    """
     wanted = _dtype(dtype)
     if owned := [name for name, tensor in model.named_parameters() if is_owned(tensor)]:
         raise ConfigError(
@@ -316,6 +328,9 @@ def _dtype(dtype: Any) -> torch.dtype | None:
 
 
 def _budget(model_bytes: int) -> int:
-    """Return a daemon's host budget in bytes: room for the whole model, but at most half of the machine's memory."""
+    """Return the host budget (bytes) of a daemon for one model: the model's size with a margin.
+
+    It is at most half of the machine's memory.
+    """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(model_bytes * 5 // 4 + (64 << 20), machine // 2)

@@ -1,7 +1,7 @@
 """The hooks that bring a unit into memory before the forward of its module, and release it afterwards.
 
-This module owns the handles of the hooks, and the list of the forwards under way. It must never leave a unit in use
-after a forward that failed.
+This module owns the handles of the hooks, and the list of the forwards under way. After a forward that failed, it must
+release the units that the forward has entered.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from trainer_client.training.step.tensor_tree import TensorTree
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _HookedForward:
-    """A forward under way.
+    """The record of a forward under way of a module with hooks: the units to release when the forward ends.
 
     Attributes:
         module: the module.
-        entered: the units that it has entered so far.
-        has_returned: whether it has returned without an error.
+        entered: the units that the hooks have brought into memory for this forward so far.
+        has_returned: whether the forward has returned without an error.
     """
 
     module: nn.Module
@@ -40,14 +40,17 @@ class _HookedForward:
 
 
 class _OfThread(threading.local):
-    """The forwards of modules with hooks that are under way in one thread, the outermost first."""
+    """The list, for each thread, of its forwards under way of modules with hooks, the outermost forward first."""
 
     def __init__(self) -> None:
         self.forwards: list[_HookedForward] = []
 
 
 class InferenceHooks:
-    """The hooks on the modules of one model. Several threads may call the model at the same time."""
+    """The hooks on one model's modules, which fetch a unit before a forward needs it, and release it afterwards.
+
+    Several threads may call the model at the same time.
+    """
 
     def __init__(self, model: nn.Module, units: list[WeightUnit], residency: WeightResidency) -> None:
         self._model = model
@@ -65,7 +68,9 @@ class InferenceHooks:
         def before(module: nn.Module, args: Any) -> None:
             forwards = self._of_thread.forwards
             if module is self._model and forwards:
-                # torch calls no hook when a KeyboardInterrupt leaves a module, so these forwards were interrupted.
+                # The outermost forward begins, and earlier ones seem to be under way. torch calls no hook when a
+                # KeyboardInterrupt leaves a module, so these forwards were interrupted, and their units are released
+                # now.
                 self._give_up(forwards)
             if not forwards:
                 self._residency.begin_forward()
@@ -81,11 +86,13 @@ class InferenceHooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if (mine := self._running(module)) is None:
-                # The forward has ended before the hook above was called, because another hook has failed.
+                # This forward is not in the list of forwards, because another hook has failed before `before` added it.
+                # So the forward has no units to release.
                 return output
             forwards = self._of_thread.forwards
             forwards.pop()
-            # If the forward has raised an error, torch would warn of another one.
+            # If the module's forward has already raised an error, a second error from this hook would only make torch
+            # print a warning, so the second error is suppressed.
             with nullcontext() if mine.has_returned else suppress(SessionEndedError):
                 try:
                     output = self._keep(output, is_outermost=not forwards)
@@ -103,7 +110,7 @@ class InferenceHooks:
         return forwards[-1] if forwards and forwards[-1].module is module else None
 
     def _end(self, forward: _HookedForward, *, is_outermost: bool) -> None:
-        """Leave the units of a forward. It can raise SessionEndedError."""
+        """Release the units of a forward that has ended, unless they stay in memory. It can raise SessionEndedError."""
         try:
             self._residency.leave_all(forward.entered)
         finally:
@@ -111,17 +118,17 @@ class InferenceHooks:
                 self._residency.end_forward()
 
     def _give_up(self, forwards: list[_HookedForward]) -> None:
-        """Leave the units of forwards that will not end, and clear the list."""
+        """Release the units of interrupted forwards, for which torch has called no hook, and clear `forwards`."""
         entered = [unit for forward in forwards for unit in forward.entered]
         forwards.clear()
         with suppress(SessionEndedError):
             self._residency.leave_all(entered)
 
     def _keep(self, output: Any, *, is_outermost: bool) -> Any:
-        """Return the output with copies in place of views of parameters that do not outlast it.
+        """Return the output with copies in place of views of parameters whose memory will be released.
 
-        Parameters that stay in memory end with the engine or with the session, so only the caller of the whole model
-        needs copies of their views.
+        Within a forward of the whole model, views of units that stay in memory remain valid. They are copied only for
+        the caller of the whole model, because such units are released when the engine is closed or the session ends.
         """
         with_staying = is_outermost and not is_transformed()
         if not with_staying and not self._residency.streams:
@@ -141,7 +148,7 @@ class InferenceHooks:
 
 
 def _replaced(output: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return an output with other tensors in place of some; `copies` has them by the id of the former tensor."""
+    """Return a forward's output with the copies in place of the tensors whose `id` is a key of `copies`."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -149,7 +156,8 @@ def _replaced(output: Any, copies: dict[int, torch.Tensor]) -> Any:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
         other = copy.copy(leaf)
-        # A dataclass may be built without all of its fields, and a frozen one refuses a plain assignment.
+        # `hasattr` leaves out fields that this object of a dataclass lacks. `object.__setattr__` is used because a
+        # frozen dataclass refuses a plain assignment.
         for name in (field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)):
             object.__setattr__(other, name, tree_map(replaced, getattr(leaf, name)))
         return other

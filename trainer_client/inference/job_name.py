@@ -1,8 +1,9 @@
-"""The name of the job that an engine for inference reads, also where the config names none.
+"""The name of the job that an engine for inference reads, also if the config names no job.
 
-This module owns the names that follow from weights, so that processes with the same weights share a job. It must never
-let a model that has weights get those of a job which the user has not named, nor those of a job that this process
-trains: a reference model is made from the config of its policy.
+If the config names no job, the name is computed from the weights, so that processes with the same weights share a job.
+This module must never replace the weights that a model has by those of a job that the user has not named. It must not
+replace them by those of a job that this process trains, either: in preference learning, the reference model is made
+with the config of its policy, which names the policy's job.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ def choose_job(
     is_a_references: bool,
     is_there: bool,
 ) -> str:
-    """Return the name of the job, the same on all ranks. All ranks must call this.
+    """Return the name of the job to read, the same on all ranks. All ranks must call this.
 
-    It is the job that the config names. If the config names none, it is the one that a training run has by default for
-    a model whose parameters are all on the meta device; and for weights in the model or in files, the name follows from
-    those that rank 0 has. The same holds beside a named job for a model with values, if the job is the policy's.
+    If the config names a job, this is the job. If it names none and all parameters of the model are on the meta device,
+    it is the job that a training run has by default. If it names none and there are weights in the model or in files,
+    the name is computed from the weights that rank 0 has. The name is also computed if the config names a job that is
+    the policy's, and the model has values of its own.
 
     Args:
         model: the model, as the user has passed it.
-        parameters: all of its parameters.
+        parameters: all parameters of the model.
         dtypes: the dtype in which the model computes with each parameter.
         section: the section `paramserver` of the config.
         weights: the files with the weights, if there are any.
@@ -54,7 +56,7 @@ def choose_job(
         is_there: whether this rank's store has a committed step of the named job.
 
     Raises:
-        ConfigError: the config names no job, and it names a step of one, or a parameter has no values.
+        ConfigError: the config names no job, but it names a step, or a parameter has no values.
     """
     keeps = is_a_references
     if "job" in section.model_fields_set:
@@ -89,10 +91,11 @@ def _keeps_its_values(
     is_a_references: bool,
     is_there: bool,
 ) -> bool:
-    """Return whether a model keeps the values that it has, although the config names a job. All ranks must call this.
+    """Return whether a model keeps its own values although the config names a job. All ranks must call this.
 
-    So it is for the reference model of a policy, and where no store has the job yet: a policy that is made later may
-    have it. `paramserver.inference` in the config asks for the stored weights in any case.
+    It keeps them if the job is that of a policy of which the model is the reference, and if no store has the job yet,
+    because a policy that is made later may use the job's name. If the config has `paramserver.inference`, the model
+    gets the stored weights in any case.
     """
     lacks_values = weights is not None or not all(has_values(p.tensor) for p in parameters)
     asks = "inference" in section.model_fields_set
@@ -121,7 +124,8 @@ def _choose(
 ) -> str:
     are_recorded = keeps and all(recipe_of(parameter.tensor) for parameter in parameters)
     if weights is None and not are_recorded and all(parameter.tensor.is_meta for parameter in parameters):
-        # A model of zero.Init has values that it would have got, so the user may have meant these.
+        # A model that was built under zero.Init has a record of how its initial values are computed, and the user may
+        # have meant these values and not those of a stored job. So the message is a warning for such a model.
         level = logging.WARNING if any(recipe_of(parameter.tensor) for parameter in parameters) else logging.INFO
         log.log(
             level,
@@ -146,7 +150,7 @@ def _name_of(
     dtypes: Sequence[torch.dtype],
     weights: str | Path | None,
 ) -> str:
-    """Return a name that follows from the weights: from the files, and from the values of the model that they lack."""
+    """Return a name that is computed from the files, and from the model's values that the files lack."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr([(p.fqn, tuple(p.shape)) for p in parameters]).encode())
     digest.update(repr(sorted({str(dtype) for dtype in dtypes})).encode())
@@ -158,8 +162,8 @@ def _name_of(
             digest.update(repr((str(path), status.st_size, status.st_mtime_ns, status.st_ino)).encode())
         from_files = {id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False) if name in stored}
     for parameter in parameters:
-        # A parameter on the meta device that the files lack gets values when the job is put into the store, and no
-        # sooner.
+        # A parameter on the meta device that the files lack has no values yet: it gets them when the job is put into
+        # the store. So it does not count for the digest in the job's name.
         if id(parameter.tensor) in from_files or (weights is not None and parameter.tensor.is_meta):
             continue
         digest.update(_values_of(parameter).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -167,7 +171,7 @@ def _name_of(
 
 
 def _values_of(parameter: ModelParameter) -> torch.Tensor:
-    """Return the values of a parameter. Raise ConfigError if it has none."""
+    """Return the values of a parameter, from which the name is computed. Raise ConfigError if it has no values."""
     tensor = parameter.tensor
     if isinstance(tensor, ReleasedParameter):
         raise ConfigError(

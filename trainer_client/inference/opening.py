@@ -1,7 +1,7 @@
-"""The opening of an engine for inference: from a model and a config to an engine, step by step.
+"""The opening of an engine for inference, which is made of a model and a config.
 
-This module owns the order of these steps. It must never leave a daemon, a session or a process group behind after an
-error.
+This module owns the order in which the parts of the engine are made. After an error it must close the daemon, the
+session and the process group that it has opened.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from trainer_client.training.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
 
-# The fraction of the host budget that weights in use may take if the config does not give a limit. The first is for a
-# daemon of the job's own, the second for a daemon that other jobs may use, too. The daemon's own buffers take up to an
-# eighth.
+# The fraction of the host budget that weights in use may take if the config gives no limit: _OWN_SHARE for a daemon
+# that serves only this job, _COMMON_SHARE for a daemon that other jobs may use, too. The daemon's own buffers take up
+# to an eighth of the budget.
 _OWN_SHARE = 13 / 16
 _COMMON_SHARE = 3 / 4
-# The most buffers that a warning names.
+# The most buffers that the warning about buffers without stored values lists by name.
 _SHOWN_BUFFERS = 3
 
 
@@ -60,20 +60,21 @@ def open_engine(
 ) -> InferenceEngine:
     """Return an engine whose model has the weights of a committed step. All ranks of a process group must call this.
 
-    If the store does not have the job, the values of the model, or those that `initial` names, are put there first.
+    If the store does not have the job, the values of the model, or those that `initial` names, are put into the store
+    first.
 
     Args:
         model: the model; its parameters do not require gradients afterwards.
-        parameters: all of its parameters.
+        parameters: all parameters of the model.
         settings: the config.
-        policy: chooses the blocks that are fetched as a whole.
+        policy: chooses the modules (blocks) that are fetched from the store as a whole.
         initial: the source of a new job's values.
         processes: the arguments `dist_init_required` and `distributed_port` of `initialize`, which joins the process
             group that a launcher has announced. None: the process group is used as it is.
-        prefer_streams: whether to copy the weights through gRPC although the store is on this node.
+        prefer_streams: whether the weights are copied through gRPC even if the store is on this node.
 
     Raises:
-        ConfigError: the stored model is another one, or a key of the config cannot be honoured.
+        ConfigError: the stored model has other parameters than `model`, or a key of the config cannot be honoured.
         StoreError, LocalDaemonError: the store refused, cannot be reached or cannot be started.
     """
     section = settings.paramserver
@@ -82,7 +83,8 @@ def open_engine(
         joined = resources.enter_context(ExitStack())
         local_rank, collectives = join_ranks(settings, processes, joined)
         address, credentials = find_store(settings, collectives, local_rank, resources)
-        # The process group is left before the daemon is stopped, so that no other rank waits for a daemon that is gone.
+        # The process group is left before the daemon is stopped, so that no other rank still uses the daemon when it is
+        # stopped.
         resources.callback(joined.close)
         initial.take_over()
         name = f"pid {os.getpid()} on {socket.gethostname()}, inference"
@@ -121,7 +123,7 @@ def _has_values(parameter: ModelParameter) -> bool:
 
 
 def _sizes(settings: TrainingConfig, world_size: int) -> BatchSizes:
-    """Return the batch sizes of the config; one sample for each rank if it says none, because inference needs none."""
+    """Return the config's batch sizes; if it has none, one sample for each rank, because inference needs no sizes."""
     if settings.train_batch_size is None and settings.train_micro_batch_size_per_gpu is None:
         return BatchSizes(train=world_size, micro=1, accumulation=1)
     return resolve_batch_sizes(settings, world_size)
@@ -138,11 +140,15 @@ def _read(
     collectives: Collectives,
     local_rank: int,
 ) -> StepWeights:
-    """Return the step of the job that is meant, put it into the store first if it is missing, and fill the buffers."""
+    """Return the weights of the step that the engine reads, and fill the model's buffers from the step.
+
+    If the store does not have the job, the model is put into the store first.
+    """
     section, device = settings.paramserver, collectives.device
     is_there = newest_step(client, job) is not None
     if job != section.job:
-        # The key is about the job that the config names, which is another engine's.
+        # The key `resume` is about the job that the config names. This engine reads another job, so the key does not
+        # apply.
         section = section.model_copy(update={"resume": "auto"})
     if section.resume == "must" and not is_there:
         raise ConfigError(f"paramserver.resume is 'must', and the store has no committed step of job {job!r}")
@@ -154,7 +160,8 @@ def _read(
     if is_missing or is_meta or initial.weights is not None:
         values = initial.values(model, parameters, collectives)
         if is_missing:
-            # A launcher numbers the processes of a node although each may be alone, without a process group.
+            # One rank of a node puts the model into the store: local rank 0. A launcher may have given another local
+            # rank to a process without a process group. So a process that is alone always writes.
             writes = (local_rank == 0 or collectives.world_size == 1) and not is_there
             put(client, job, parameters, dtypes, values, collectives, is_writer=writes)
     if is_there:
@@ -165,7 +172,8 @@ def _read(
             tensor = parameter.tensor
             tensor.requires_grad_(False)
             if tensor.dtype != dtype or tensor.device != device:
-                # The store has the values, so a parameter with the right shape, dtype and device is enough here.
+                # A parameter gets its values from the store later, so here it only needs the right shape, dtype and
+                # device. The expanded tensor takes the memory of one element.
                 tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
         check_fit(parameters, weights.tensors, f"step {weights.step} of job {job!r}")
         _fill_buffers(model, weights, device)
@@ -178,7 +186,7 @@ def _read(
 
 
 def _fill_buffers(model: nn.Module, weights: StepWeights, device: torch.device) -> None:
-    """Give the buffers the values that a trainer has committed, and bring all of them to the device."""
+    """Give the buffers the values that a trainer has committed with the step, and move all buffers to the device."""
     give_buffers(model, weights.buffers)
     known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     if larger := [name for name in weights.left_out if name in known]:
@@ -195,7 +203,11 @@ def _fill_buffers(model: nn.Module, weights: StepWeights, device: torch.device) 
 
 
 def _host_bytes(settings: TrainingConfig, weights: StepWeights) -> int:
-    """Return the most bytes of the store's memory that leases of this process may hold."""
+    """Return the most bytes of the store's host memory that leases of this process may hold.
+
+    If the config does not give the number, it is a share of the store's host budget. The share is smaller for a store
+    that an operator runs, because other processes may lease its memory, too.
+    """
     given = settings.paramserver.inference.host_bytes
     if given is not None:
         return int(given)

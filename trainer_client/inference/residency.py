@@ -1,9 +1,9 @@
-"""The choice of the units that are in memory during inference, and of those that are fetched ahead.
+"""The choice of the units that are in memory during inference, and of the units that are fetched ahead of use.
 
-As many units as the budget allows stay in memory from the beginning on, so that they cost nothing later. The others are
-fetched for each use, in the order of the last forward, and the first units follow the last one, because a forward is
-repeated for each token. This module owns the units' leases. It must never hold more bytes than the budget, except for
-the unit in use.
+As many units as the budget allows stay in memory from the beginning on, so that they are fetched only once. The other
+units are fetched for each use, in the order in which the last forward used them. After the last unit of a forward, the
+first units are fetched again, because a forward is repeated for each token. This module owns the units' leases. It must
+never hold more bytes than the budget, except for the unit in use.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from trainer_client.inference.weights import HeldTensors, StepWeights
 log = logging.getLogger(__name__)
 
 # The units that do not stay in memory share a window: room for at most _MOST_AHEAD of the largest of these units and,
-# if the budget allows it, for at least _LEAST_WINDOW. With three, one unit is in use, one is ready, and one is being
-# read. With room for two, the device would be idle until the forward enters the ready unit.
+# if the budget allows it, for at least _LEAST_WINDOW. With room for three units, one is in use, one is ready, and one
+# is being read. With room for two, the NVMe device would be idle from the moment at which the next unit is ready until
+# the forward enters it.
 _MOST_AHEAD = 4
 _LEAST_WINDOW = 3
-# The number of requests that are under way while the units that stay in memory are loaded.
+# The number of units whose leases are requested at the same time while the units that stay in memory are loaded.
 _LOADING = 3
 
 
 class WeightResidency:
-    """The units of one model, each of which is in memory or only in the store."""
+    """Decides which units of one model are in memory, and fetches units from the store and releases them.
+
+    The hooks call `enter` before the forward of a unit's module, and `leave` after it.
+    """
 
     def __init__(self, units: Sequence[WeightUnit], weights: StepWeights, host_bytes: int) -> None:
         """Choose the units that stay in memory. No unit is in memory before `load`.
@@ -45,8 +49,9 @@ class WeightResidency:
         self._weights = weights
         self._units = tuple(units)
         self._ahead: dict[WeightUnit, LeaseRequest] = {}
-        # The units whose parameters a function has used without a forward of the unit's module. They are released with
-        # the last outermost forward under way, and these are the threads that have one.
+        # `_borrowed` has the units whose parameters a function has used outside of the forward of the unit's module.
+        # They are released when no thread has an outermost forward under way any more. `_threads` has the threads that
+        # have one.
         self._borrowed: list[WeightUnit] = []
         self._threads: set[int] = set()
         self._last: WeightUnit | None = None
@@ -55,12 +60,12 @@ class WeightResidency:
         self._window_bytes = 0
         # The units that are copied from the store part by part, because the window has no room for twice their size.
         self._large: set[WeightUnit] = set()
-        # For each unit that does not stay, the one that is expected after it.
+        # For each unit that does not stay in memory, the unit that is expected to be used after it.
         self._next: dict[WeightUnit, WeightUnit] = {}
         self._divide(host_bytes)
 
     def _divide(self, host_bytes: int) -> None:
-        """Choose the units that stay, and divide the rest of the budget between the others."""
+        """Choose the units that stay in memory, and give the rest of the budget to the window of the other units."""
         streamed = _choose(self._units, host_bytes)
         self._window_bytes = max(0, host_bytes - self.kept_bytes)
         self._large = {unit for unit in streamed if 2 * unit.plan.nbytes > self._window_bytes}
@@ -68,16 +73,16 @@ class WeightResidency:
 
     @property
     def streams(self) -> bool:
-        """Whether some units are fetched for each use."""
+        """Whether the budget is too small for all units, so that some units are fetched again for each use."""
         return bool(self._next)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the units that stay in memory."""
+        """The bytes of the leases of all units that stay in memory."""
         return sum(unit.plan.nbytes for unit in self._units if unit.stays)
 
     def load(self) -> None:
-        """Release all parameters, and bring the units that stay into memory.
+        """Free the memory of all parameters, and fetch the units that stay in memory.
 
         Raises:
             StoreError: the store failed.
@@ -96,7 +101,10 @@ class WeightResidency:
                 return
 
     def _make_do(self) -> None:
-        """Reduce the budget to the bytes that were granted so far, because the store's memory has no room for more."""
+        """Reduce the budget to the bytes of the leases that this process has got, because the store refuses more.
+
+        The units that stay in memory are chosen anew for this budget.
+        """
         self._drop_ahead(keep=())
         held = [unit for unit in self._units if unit.held is not None]
         self._divide(sum(unit.plan.nbytes for unit in held))
@@ -105,10 +113,10 @@ class WeightResidency:
                 self._release(unit)
 
     def begin_forward(self) -> None:
-        """Note that this thread begins an outermost forward.
+        """Note that this thread begins an outermost forward, and release units whose leases have ended.
 
-        Units whose leases have ended are taken away, because a function may use a unit outside of the forward of its
-        modules, where no hook looks at the leases. Such a function fetches the unit again.
+        A function may use a unit outside of the forward of the unit's modules, where no hook checks the leases. So
+        units whose leases have ended are released here, and such a function fetches the unit again.
         """
         with self._lock:
             self._threads.add(threading.get_ident())
@@ -117,11 +125,13 @@ class WeightResidency:
                     self._forget(unit)
 
     def end_forward(self) -> None:
-        """Note that this thread's outermost forward has ended. The last thread releases the borrowed units.
+        """Note that this thread's outermost forward has ended, and check the leases of units that stay in memory.
+
+        If no other thread has a forward under way, the units that `borrow` has brought into memory are released.
 
         Raises:
-            SessionEndedError: the leases of a unit that stays in memory had ended before, so the results cannot be
-                used.
+            SessionEndedError: the leases of a unit that stays in memory ended during the forward, so its results cannot
+                be used.
         """
         with self._lock:
             self._threads.discard(threading.get_ident())
@@ -134,7 +144,7 @@ class WeightResidency:
                     unit.held.check()
 
     def enter(self, unit: WeightUnit) -> None:
-        """Bring a unit into memory for a forward that needs it, and request the units that come next.
+        """Bring a unit into memory for a forward that needs it, and request the units that will be used next.
 
         Raises:
             StoreError: the store failed, or did not come back in time.
@@ -152,10 +162,10 @@ class WeightResidency:
             unit.users += 1
 
     def leave(self, unit: WeightUnit) -> None:
-        """End a forward that needs a unit, and release the unit if it does not stay.
+        """Note that a forward no longer needs a unit, and release the unit if it need not stay in memory.
 
         Raises:
-            SessionEndedError: the unit's leases had ended before, so the results cannot be used.
+            SessionEndedError: the unit's leases ended during the forward, so its results cannot be used.
         """
         with self._lock:
             unit.users -= 1
@@ -168,16 +178,17 @@ class WeightResidency:
             self._release(unit)
 
     def borrow(self, unit: WeightUnit) -> None:
-        """Bring a unit into memory that a function uses outside of the forward of the unit's modules."""
+        """Bring a unit into memory for a function that uses it outside of the forward of the unit's modules."""
         with self._lock:
             self.enter(unit)
             self._borrowed.append(unit)
 
     def leave_all(self, units: Iterable[WeightUnit]) -> None:
-        """End a forward that needs some units.
+        """Call `leave` for each of these units, because a forward no longer needs them.
 
         Raises:
-            SessionEndedError: the leases of a unit had ended before. The other units are left nevertheless.
+            SessionEndedError: the leases of a unit ended during the forward. `leave` was called for all other units
+                nevertheless.
         """
         failure: SessionEndedError | None = None
         for unit in units:
@@ -215,7 +226,7 @@ class WeightResidency:
             self._weights.release(held)
 
     def _forget(self, unit: WeightUnit) -> None:
-        """Take the values of a unit away whose leases may have ended."""
+        """Release a unit whose leases may have ended; it is no error if they have."""
         try:
             self._release(unit)
         except SessionEndedError as error:
@@ -237,13 +248,13 @@ class WeightResidency:
                 self._ahead[unit] = asked
 
     def _note(self, unit: WeightUnit) -> None:
-        """Take note of the order in which units are used."""
+        """Record that `unit` was used after the last noted unit, so that it is fetched ahead after that unit."""
         if self._last is not None and self._last is not unit and self._last in self._next:
             self._next[self._last] = unit
         self._last = unit
 
     def _request_ahead(self, unit: WeightUnit) -> None:
-        """Request the units that were used after this one the last time, as far as the window has room."""
+        """Request the leases of the units that the last forward used after `unit`, as far as the window has room."""
         held = [other for other in self._next if other.held is not None and other not in self._large]
         room = self._window_bytes - sum(other.plan.nbytes for other in held)
         coming: list[WeightUnit] = []
@@ -260,16 +271,16 @@ class WeightResidency:
             self._request(other)
 
     def _drop_ahead(self, keep: Iterable[Any]) -> None:
-        """Give the leases back of units that are not expected next."""
+        """Give back the requested leases of all units that are not in `keep`."""
         for unit in set(self._ahead) - set(keep):
             self._ahead.pop(unit).give_back()
 
 
 def _choose(units: Sequence[WeightUnit], host_bytes: int) -> list[WeightUnit]:
-    """Mark the units that stay in memory, and return the others.
+    """Set `stays` of each unit, and return the units that do not stay in memory and so are fetched for each use.
 
-    If not all units fit, the others share room for some of the largest of them: for the unit in use, and for those that
-    are fetched meanwhile.
+    If not all units fit into the budget, room for some units of the largest size is kept free: for the unit in use, and
+    for the units that are fetched meanwhile.
     """
     if sum(unit.plan.nbytes for unit in units) <= host_bytes:
         room = host_bytes

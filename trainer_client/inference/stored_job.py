@@ -1,4 +1,4 @@
-"""The job that an engine for inference reads: it is found in the store, or put there once from a model or its files.
+"""The job that an engine for inference reads: it is found in the store, or put into it once from a model or its files.
 
 This module owns the writing of such a job. It must never write to a job that has a committed step.
 """
@@ -22,8 +22,8 @@ from trainer_client.training.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
-# The most seconds to wait for another process that puts the same model into the store, and the seconds between two
-# looks.
+# The most seconds to wait for another process that is putting the same model into the store, and the seconds between
+# two checks whether it has finished.
 _OTHER_WRITER_SECONDS = 1800.0
 _LOOK_SECONDS = 0.5
 
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.5
 def newest_step(client: StoreClientSync, job: str) -> int | None:
     """Return the newest committed step of a job; None if the store has no such job or no committed step of it.
 
-    Other nodes may lack the step.
+    The stores of other nodes may not have this step.
     """
     return next((stored.newest for stored in client.list_jobs() if stored.name == job), None)
 
@@ -46,15 +46,15 @@ def put(
     *,
     is_writer: bool,
 ) -> None:
-    """Put the model into its node's store, unless another process does so just now. All ranks must call this.
+    """Put the model into this node's store, unless another process is doing so. All ranks must call this.
 
-    One parameter at a time is in memory, in fp32 and in its own dtype.
+    Only one parameter at a time is in memory, once in fp32 and once in its own dtype.
 
     Args:
         client: this rank's client of the store.
         job: the job's name.
         parameters: the model's parameters.
-        dtypes: the dtype in which each is stored.
+        dtypes: the dtype in which each parameter is stored.
         values: the parameters' values.
         collectives: the collectives of this rank.
         is_writer: whether this rank puts the model into its store.
@@ -68,7 +68,9 @@ def put(
         if parameter.shape.numel()
     }
     is_alone = collectives.world_size == 1
-    # Other ranks wait for this one at the first value, so it must not wait for one of them before.
+    # Only a process that is alone waits for another process that is storing the same model. In a process group, the
+    # other ranks wait for this rank in the collective of the first value (`values.whole`), and one of them may be the
+    # other writer.
     writer = _open_writer(client, job, specs, waits=is_alone) if is_writer else None
     try:
         if writer is not None or not is_alone:
@@ -89,10 +91,10 @@ def put(
 def _open_writer(
     client: StoreClientSync, job: str, specs: Mapping[str, TensorSpec], *, waits: bool
 ) -> StoreWriterSync | None:
-    """Return a writer of the job; None if another process has committed the model, or is about to.
+    """Return a writer of the job; None if another process has committed the model, or is writing it.
 
-    With `waits`, wait until the other process has committed the model. If it ends without that, this process is the
-    writer. It can raise StoreTimeoutError.
+    With `waits`, wait until the other process has committed the model, and return None. If the other process ends
+    without a commit, this process becomes the writer. It can raise StoreTimeoutError.
     """
     deadline = time.monotonic() + _OTHER_WRITER_SECONDS
     is_told = False
@@ -121,7 +123,10 @@ def _wait_for_step(client: StoreClientSync, job: str) -> None:
 
 
 def _pause(job: str, deadline: float) -> None:
-    """Sleep until the next look. Raise StoreTimeoutError after the deadline, which is a time of time.monotonic()."""
+    """Sleep until the next look whether another process has committed the job.
+
+    It raises StoreTimeoutError after `deadline`, which is a time of time.monotonic().
+    """
     if time.monotonic() > deadline:
         raise StoreTimeoutError(
             grpc.StatusCode.DEADLINE_EXCEEDED,

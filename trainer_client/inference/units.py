@@ -1,8 +1,8 @@
 """The units of a model for inference: parameters that are brought into memory and released together.
 
-A block is a unit, as in training. Parameters outside of the blocks form a unit for each module that owns them, so that
-an embedding is not in memory while the blocks compute. This module owns the memory that a unit's parameters point to.
-It must never decide when to fetch or to release: residency.py does.
+A block is a unit, as in training. Outside of the blocks, the parameters of each module are a unit of their own, so that
+for example an embedding is not in memory while the blocks compute. This module owns the memory that a unit's parameters
+point to. It must never decide when a unit is fetched or released, because residency.py does.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from trainer_client.training.model.unit_policy import UnitPolicy, find_units
 
 @dataclass(slots=True, eq=False)
 class WeightUnit:
-    """Some parameters, and the modules that need them.
+    """Parameters that are fetched and released together, and the modules that need them.
 
     Attributes:
         name: the name of the unit's first module.
         modules: the modules whose forward needs the parameters.
         parameters: the parameters.
         plan: the leases that bring the parameters into memory.
-        stays: whether the parameters stay in memory once they were loaded.
-        held: the parameters' tensors while they are in memory.
+        stays: whether the parameters stay in memory after they were fetched once.
+        held: the tensors with the parameters' values while they are in memory; None: they are not in memory.
         users: the number of forwards under way that need the parameters.
-        addresses: the first bytes of the memory of these tensors.
+        addresses: the addresses of the first bytes of the tensors in `held`.
     """
 
     name: str
@@ -46,23 +46,26 @@ class WeightUnit:
     addresses: frozenset[int] = frozenset()
 
     def show(self, held: HeldTensors) -> None:
-        """Make tensors the values of the parameters."""
+        """Make the unit's parameters point to the tensors in `held`, so that a forward can use them."""
         for parameter in self.parameters:
             restore(parameter.tensor)
             if parameter.shape.numel():
                 parameter.tensor.data = held.tensors[parameter.fqn]
         self.addresses = frozenset(tensor.untyped_storage().data_ptr() for tensor in held.tensors.values())
-        # This comes last, because an interruption before it would leave some parameters without values.
+        # `held` is set last. If an interruption comes before this line, some parameters may have no values yet, and the
+        # unit still counts as not in memory.
         self.held = held
 
     def hide(self, on_use: Callable[[WeightUnit], None]) -> HeldTensors | None:
         """Take the values away from the parameters, and return the tensors that held the values.
 
         Args:
-            on_use: called before a function of torch gets a parameter of the unit; it has to call `show`.
+            on_use: called when a function of torch is about to use a parameter of the unit; it has to call `show`
+                before it returns.
         """
         held, self.held, self.addresses = self.held, None, frozenset()
-        # The cache may hold a tensor that autocast has made from a parameter.
+        # The cache of autocast may hold a copy of a parameter in a lower precision, which a later forward would use
+        # although the parameter's values have changed. So the cache is cleared.
         torch.clear_autocast_cache()
         for parameter in self.parameters:
             tensor = parameter.tensor
@@ -115,7 +118,7 @@ def _unit(
 
 
 def check_fit(parameters: Sequence[ModelParameter], stored: Mapping[str, StoredTensor], where: str) -> None:
-    """Check that the stored tensors are the parameters of the model.
+    """Check that the job's stored tensors have the names and shapes of the model's parameters.
 
     Args:
         where: the step and the job, for the message.

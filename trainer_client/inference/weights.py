@@ -1,10 +1,10 @@
-"""The weights of one committed step, leased from the store and shown as tensors without a copy where that is possible.
+"""The weights of one committed step, leased from the store and used as tensors, without a copy if possible.
 
 On the daemon's node, a tensor is a view of the daemon's shared memory, mapped so that a write would stay in this
 process. All processes that lease the same tensors of one step share that memory. On another node, or for another device
-than the CPU, the bytes are copied, and the leases end at once. Tensors that the model has in another type than the
-store are copied, too, and the copy is cast. This module owns the reader that holds the step. It must never write to the
-store.
+than the CPU, the bytes are copied, and the leases end at once. Tensors that have another dtype in the model than in the
+store are copied, too, and the copies are cast. This module owns the reader that holds the step. It must never write to
+the store.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from trainer_client.training.run.stored_step import large_buffers_in
 
 log = logging.getLogger(__name__)
 
-# The most bytes of a lease, which several tensors of a unit share, because each lease costs the daemon as much time as
-# the check of several MB. A larger lease would need a larger free range in the store's host memory.
+# The most bytes of a lease. Several tensors of a unit share a lease, because each lease costs the daemon as much time
+# as the check of several MB. Leases are not larger than this, because each lease needs a free range of its size in the
+# store's host memory.
 _LEASE_BYTES = 64 << 20
 # The most tensors of one lease.
 _LEASE_TENSORS = 1024
 _PAGE_BYTES = 4096
-# The most seconds that a request ahead of use waits for a store that does not answer.
+# The most seconds for which a request that is made ahead of use waits for a store that does not answer.
 _AHEAD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedPlace:
-    """The place of a tensor in the leases of its unit.
+    """Where a tensor's bytes are in the leases of its unit: in which lease, and from which byte on.
 
     Attributes:
         tensor: the tensor.
-        dtype: the type that the tensor has in the model.
+        dtype: the dtype that the tensor has in the model.
         lease: the index of the lease in the request.
-        offset: the tensor's first byte in that lease.
+        offset: the place of the tensor's first byte in that lease.
     """
 
     tensor: StoredTensor
@@ -63,14 +64,15 @@ class LeasedPlace:
 
 @dataclass(frozen=True, slots=True)
 class LeasePlan:
-    """The leases that bring some tensors into memory.
+    """The leases that are requested to bring the tensors of a unit into memory.
 
     Attributes:
         wants: the requested bytes, one entry for each lease.
         places: the places of the tensors in these leases.
-        nbytes: the bytes of all leases, in whole pages; if the plan casts, at least those of the cast tensors.
-        casts: whether the model has some of the tensors in another type than the store. Then all of them are copied,
-            and the leases end at once.
+        nbytes: the bytes of all leases, in whole pages. If tensors are cast, this is at least the size of all tensors
+            in their dtypes of the model.
+        casts: whether some of the tensors have another dtype in the model than in the store. If so, all tensors are
+            copied, and the leases end at once.
     """
 
     wants: tuple[Batch, ...]
@@ -80,15 +82,16 @@ class LeasePlan:
 
     @classmethod
     def of(cls, tensors: Sequence[StoredTensor], dtypes: Mapping[str, torch.dtype]) -> LeasePlan:
-        """Return the plan for tensors, each of which has elements.
+        """Return the plan of the leases that bring these tensors into memory. Each tensor must have elements.
 
         Args:
             tensors: the tensors as the store has them.
-            dtypes: the type of each in the model, by name.
+            dtypes: the dtype of each tensor in the model, by name.
         """
-        # The daemon reads most of the tensors without a copy in this order. A trainer has stored the tensors of a unit
-        # one behind the other, so they stay in their order. Other clients have stored large tensors apart from each
-        # other. Of these, tensors of whole pages come first, so that the following tensors begin at a page, too.
+        # The order of the tensors is chosen so that the daemon can read most of them without a copy. A trainer has
+        # stored the tensors of a unit one after another, so such tensors keep their order. Other clients have stored
+        # each large tensor apart from the others. Of such tensors, those that fill whole pages come first, so that the
+        # tensors after them begin at a page, too.
         ordered = sorted(tensors, key=lambda one: len(one.kinds) == 1 and _size(one) % _PAGE_BYTES != 0)
         parts = (TensorPart(fqn=t.fqn, kind=kinds.PARAM, dtype=t.dtype, offset=0, numel=t.numel) for t in ordered)
         wants = tuple(batches(parts, _LEASE_BYTES, _LEASE_TENSORS))
@@ -110,15 +113,16 @@ def _size(tensor: StoredTensor) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensors:
-    """Tensors in memory.
+    """Tensors of a unit in memory: views of leased memory, or copies.
 
     Attributes:
         tensors: the tensors, by name.
-        session: the session whose leases the tensors are views of; None: they are copies.
-        lease_ids: the leases.
-        views: the bytes of the leases.
-        generation: tells whether the session had ended. It outlives the session, because a forward that is under way
-            when the daemon dies goes on with the tensors that it has, while the next unit is fetched in a new session.
+        session: the session that owns the leases of which the tensors are views; None: the tensors are copies.
+        lease_ids: the ids of the leases.
+        views: the mapped memory of each lease.
+        generation: tells whether the session of the leases has ended; None: the tensors are copies. When the daemon
+            dies during a forward, the forward goes on with these tensors while the next unit is fetched in a new
+            session. So this object must be usable after the session.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -129,11 +133,11 @@ class HeldTensors:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the leases have ended with their session."""
+        """Whether the leases have ended, because their session has ended."""
         return self.session is not None and self.session.has_ended
 
     def check(self) -> None:
-        """Check that the tensors still have the leased bytes. It can raise SessionEndedError."""
+        """Raise SessionEndedError if the leases have ended, because the tensors may then have other bytes."""
         if self.generation is not None:
             self.generation.check()
 
@@ -148,7 +152,7 @@ class StepWeights:
         aliases: for each further name of a tied parameter, the parameter's name in `tensors`.
         buffers: the buffers that the trainer has committed with the step, by name.
         extra_states: the encoded extra states of the trainer's modules, by name.
-        left_out: the names of the buffers, and of other entries of the state dict, that the commit has not.
+        left_out: the names of the buffers, and of other entries of the state dict, that the commit does not have.
     """
 
     def __init__(self, client: StoreClientSync, job: str, step: int | None, device: torch.device) -> None:
@@ -181,7 +185,7 @@ class StepWeights:
         self.left_out: tuple[str, ...] = tuple(model.get("left_out", ()))
 
     def _committed_state(self) -> Mapping[str, Any]:
-        """Return the state in the commit of rank 0; an empty mapping if no trainer has committed the step."""
+        """Return rank 0's client state of the commit, decoded; empty if no trainer has committed the step."""
         try:
             encoded = self._reader.client_state(0)
         except StoreNotFoundError:
@@ -219,10 +223,10 @@ class StepWeights:
     ) -> HeldTensors:
         """Wait for the leases of a plan and return its tensors.
 
-        After a restart of the daemon, request them from the new one.
+        If the daemon was restarted, the leases are requested again from the new daemon.
 
         Raises:
-            StoreBudgetError: the store's host memory had no room for the bytes for too long.
+            StoreBudgetError: the store's host memory had no room for the leases until the deadline.
             StoreNotFoundError: the daemon was restarted, and the step is gone.
             StoreError: the store failed, or did not come back in time.
         """
@@ -231,13 +235,14 @@ class StepWeights:
         def attempt(session: StoreSession, reader: int) -> HeldTensors:
             nonlocal asked
             mine, asked = asked, None
-            # A request that was made ahead may have failed long ago, for lack of memory that is free by now.
+            # A request that was made ahead of use may have failed because the store had no free memory. The memory may
+            # be free by now, so the leases are requested again.
             if mine is None or mine.session is not session or mine.has_failed:
                 mine = _request(session, reader, plan, call)
             try:
                 leases = mine.granted()
             except BaseException:
-                # After a KeyboardInterrupt, for example, the store may still grant the leases.
+                # After, for example, a KeyboardInterrupt the store may still grant the leases, so they are given back.
                 mine.give_back()
                 raise
             return self._show(session, call, plan, leases)
@@ -245,14 +250,14 @@ class StepWeights:
         return self._reader.on_session(call, attempt)
 
     def read(self, tensor: StoredTensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """Return a copy of a tensor in a dtype, read part by part, so that it may be larger than the store's memory."""
+        """Return a copy of a tensor of the step in `dtype`. The tensor may be larger than the store's host memory."""
         return self._reader.get(tensor.fqn).to(device or self._device, dtype)
 
     def release(self, held: HeldTensors) -> None:
-        """Release tensors that were used. The caller has made sure that no module has them any more.
+        """Release the leases of tensors. The caller has made sure that no module uses the tensors any more.
 
         Raises:
-            SessionEndedError: the leases had ended before this call, so the bytes may have been those of another
+            SessionEndedError: the leases had ended before this call, so the tensors may have had bytes of another
                 session.
         """
         if held.session is None:
@@ -263,10 +268,11 @@ class StepWeights:
         release(held.session, list(held.lease_ids))
 
     def _show(self, session: StoreSession, call: Call, plan: LeasePlan, leases: Sequence[pb.Lease]) -> HeldTensors:
-        """Return the tensors of granted leases: views where they can be mapped, else copies, on the device."""
+        """Return the tensors of a plan whose leases are granted: views if this process maps the arena, else copies."""
         mapped = self._memory(session) if self._device.type == "cpu" else None
         ids = [lease.lease_id for lease in leases]
-        # A tensor that is made in inference mode could not be assigned to a parameter outside of it.
+        # Inference mode is off while the tensors of the leases are made, because a tensor that is made in inference
+        # mode cannot be assigned to a parameter outside of inference mode.
         with torch.inference_mode(False):
             if mapped is not None:
                 views = [
@@ -302,7 +308,7 @@ class StepWeights:
                 release(session, ids)
 
     def _memory(self, session: StoreSession) -> memoryview | None:
-        """Return this process's mapping of the arena for reading; None if it cannot be mapped."""
+        """Return this process's mapping of the arena; None if tensors must be copied, because it cannot be mapped."""
         if self._mapped is None or self._mapped[0] is not session:
             self._mapped = session, None if session.arena is None else session.arena.map_privately()
         return self._mapped[1]
@@ -313,7 +319,7 @@ def _request(session: StoreSession, reader: int, plan: LeasePlan, call: Call) ->
 
 
 def _tensors(plan: LeasePlan, views: Sequence[memoryview]) -> Iterator[torch.Tensor]:
-    """Yield the tensor of each place of a plan as a view of its lease's bytes, with a storage of its own size."""
+    """Yield the plan's tensors as views of the leased memory `views`, each with a storage of the tensor's own size."""
     for place in plan.places:
         tensor = place.tensor
         flat = torch.frombuffer(views[place.lease], dtype=tensor.dtype, count=tensor.numel, offset=place.offset)

@@ -1,7 +1,7 @@
 """The engine without an optimizer below stage 3: the whole model on the rank's device, without a store.
 
-Reference models of preference learning, and models that are only evaluated, use such an engine. This module owns the
-model's place and dtype. It must never start a daemon, and never change a weight.
+Reference models of preference learning, and models that are only evaluated, use such an engine. This module decides on
+which device and in which dtype the model is. It must never start a daemon, and never change a weight.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 class WholeEngine(ComputingEngine):
     """The engine that `initialize` without an optimizer returns at stages 0 to 2.
 
-    Its forward is the model's, with gradients if the caller wants them. It has no step. It has the getters for the
-    config and the batch sizes that the engine of a training loop has. Attributes that it does not have are the model's.
+    Its forward is the model's. Gradients are computed as torch's grad mode says, but the engine makes no step. It has
+    the same getters for the config and the batch sizes as the engine of a training loop. An attribute that the engine
+    does not have is looked up in the model.
 
     Attributes:
         module: the model, whole on the device.
@@ -59,10 +60,10 @@ def open_whole_engine(
     """Bring a model to this rank's device, in the config's dtype, with the values of rank 0. All ranks must call this.
 
     Args:
-        model: the model; its buffers keep their dtypes unless `data_types.buffer_dtype` says another one.
-        parameters: all of its parameters.
+        model: the model; its buffers keep their dtypes unless the config has `data_types.buffer_dtype`.
+        parameters: all parameters of the model.
         settings: the config.
-        initial: the source of the values, if it is not the model.
+        initial: the source of the parameters' values: the model itself, or files.
         processes: the arguments `dist_init_required` and `distributed_port` of `initialize`.
 
     Raises:

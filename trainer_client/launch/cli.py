@@ -27,7 +27,8 @@ _MASTER = ("--master-addr", "--master_addr", "--main-process-ip", "--main_proces
 _PORT = ("--master-port", "--master_port", "--main-process-port", "--main_process_port")
 
 
-# An option that the verb does not have arrives as SCRIPT, so that `_check_program` can say what to write instead.
+# The settings of this command let an unknown option arrive as SCRIPT, so that `_check_program` can say what to write
+# instead.
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script, or with --module a module.")],
@@ -129,7 +130,7 @@ def launch(
             log_dir=None if log_dir is None else str(log_dir),
             environment=threads | ({} if store is None else {ADDRESS_VARIABLE: store}),
         )
-        # The command is made before a daemon is started, because this finds wrong options.
+        # The command of the ranks is made before a daemon is started, because wrong options are found when it is made.
         command = ranks.command()
         if dry_run:
             _print_commands(own, command, ranks)
@@ -160,7 +161,10 @@ def _check_program(script: str, *, is_module: bool) -> None:
 
 
 def _ranks_of_node(ranks: int | None, of_all_nodes: int | None, nodes: int) -> int:
-    """Return the number of ranks on this node. It can raise ConfigError."""
+    """Return the number of ranks on this node: `ranks` if it is given, or an equal part of `of_all_nodes`.
+
+    It can raise ConfigError.
+    """
     if of_all_nodes is None:
         return default_ranks() if ranks is None else ranks
     if ranks is not None and ranks * nodes != of_all_nodes:

@@ -1,6 +1,7 @@
 """The options of DeepSpeed's and Accelerate's launchers that `paramserver launch` refuses, with what to write instead.
 
-Options of those launchers that have the same meaning here are aliases in cli.py. This module owns these texts.
+If an option of those launchers means the same as an option of `paramserver launch`, cli.py has it as an alias. This
+module owns the texts that say what to write instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ranks of this node: their number, how they meet the ranks of other nodes, and their processes under torchrun.
 
-This module must never start a store daemon; store.py does.
+This module must never start a store daemon, because store.py does so.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TORCHRUN = "torch.distributed.run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The way in which the nodes of a job meet, as the options give it.
+    """The way in which the nodes of a job meet, as the command's options describe it.
 
     Attributes:
         nodes: number of nodes.
-        node_rank: number of this node; None: the rendezvous gives it one.
+        node_rank: number of this node; None: the rendezvous gives this node a number.
         master_addr, master_port: a host and a port of node 0.
         rdzv_endpoint: HOST:PORT of a rendezvous, the same on all nodes.
         rdzv_id: name of the job at the rendezvous.
@@ -42,7 +42,7 @@ class Meeting:
     rdzv_id: str | None = None
 
     def torchrun_options(self) -> list[str]:
-        """Return the options of torchrun.
+        """Return the options of torchrun that say how the nodes meet.
 
         Raises:
             ConfigError: the options do not say how the nodes meet, or say it twice.
@@ -58,7 +58,7 @@ class Meeting:
             if self.node_rank not in (None, 0):
                 raise ConfigError(f"--node-rank {self.node_rank} with 1 node: give --nnodes, too")
             if self.master_addr is None and self.master_port is None:
-                # torchrun chooses a free port.
+                # With --standalone, torchrun chooses a free port.
                 return ["--standalone"]
         elif self.node_rank is None or self.master_addr is None:
             raise ConfigError(
@@ -76,11 +76,11 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The ranks of this node, before they are started.
+    """The ranks that the launch starts on this node, and how torchrun starts them; `run` starts them.
 
     Attributes:
         ranks: number of processes on this node.
-        meeting: how the ranks meet those of other nodes.
+        meeting: how the ranks of this node meet the ranks of other nodes.
         program: the script or module, and its arguments.
         is_module: whether the program is the name of a module.
         as_deepspeed: whether `import deepspeed` in the script imports this library.
@@ -118,15 +118,16 @@ class Ranks:
         return [*options, *(["-m"] if self.is_module else []), *self.program]
 
     def command(self) -> list[str]:
-        """Return a command that does what `run` does."""
+        """Return a shell command that starts the same ranks as `run`."""
         return [sys.executable, "-m", _TORCHRUN, *self.torchrun_arguments()]
 
     def run(self) -> int:
         """Run the ranks until they end, and return the exit status of the job.
 
-        That is 0 if all ranks ended with 0, else the status of the rank that failed first; 128 + N if signal N ended
-        that rank, or this process. torchrun passes the signals that end this process on to the ranks. SIGKILL cannot
-        be passed on, so the ranks find this process's id in a variable, and the kernel ends them with it.
+        The exit status is 0 if all ranks ended with 0, else the status of the rank that failed first. It is 128 + N if
+        signal N ended that rank, or this process. torchrun passes the signals that end this process on to the ranks. A
+        SIGKILL of this process cannot be passed on. So an environment variable tells the ranks the id of this process,
+        and each rank asks the kernel to end it when this process ends.
         """
         # torch's launcher is imported here and not at the top, because the import takes a second, and a user with a
         # wrong option does not have to wait for it.
@@ -153,12 +154,12 @@ def default_ranks() -> int:
 
 
 def threads_for(ranks: int) -> int:
-    """Return the number of threads that each of `ranks` ranks computes with, so that all processors are used once."""
+    """Return the number of threads for each of `ranks` ranks: an equal share of the processors, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _status(code: int) -> int:
-    """Return the exit status that a shell shows for a process's exit code."""
+    """Return the exit status that a shell shows for a code of `subprocess`: 128 + N if signal N ended the process."""
     return code if code >= 0 else 128 - code
 
 

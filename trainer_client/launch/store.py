@@ -1,6 +1,6 @@
-"""The store of a launch: a daemon that runs already, one that the launch starts, or one that the ranks start.
+"""The store of a launch: a daemon that runs already, or that the launch starts, or that the ranks start.
 
-This module owns the choice. It must never stop a daemon that it did not start.
+This module chooses between the three. It must never stop a daemon that it did not start.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ConfigError, StoreUnavailableError
 from trainer_client.training.run.local_daemon import SOCKET_NAME, LocalDaemon
 
-# The most seconds to wait for an operator's daemon, because a daemon that was started just before may still be checking
-# its files.
+# The most seconds for which the launcher waits until an operator's daemon answers. A daemon that was started shortly
+# before may still be checking its files.
 _SERVING_SECONDS = 30.0
 _PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDaemon:
-    """A daemon that the launch starts unless one serves at its socket.
+    """A daemon that the launch starts, unless a daemon already serves at the same socket.
 
     Attributes:
         state_dir: the daemon's state directory.
-        address: the address of the daemon's socket.
+        address: the address of the daemon's socket, as `unix:/path`.
         options: the options of `paramserver serve`.
     """
 
@@ -60,7 +60,8 @@ class OwnDaemon:
             raise ConfigError(f"state directory {directory!r}: {error}") from None
         socket = keys.get("socket")
         path = state_dir / SOCKET_NAME if socket is None else Path(str(socket)).absolute()
-        # A variable of the environment may name another socket, and a flag wins over it.
+        # The socket is given as a flag, because an environment variable may name another socket, and a flag wins over
+        # that variable.
         options = ["--socket", str(path), *([] if config is None else ["--config", str(config.absolute())])]
         options += [word for name, value in given.items() if name != "state-dir" for word in (f"--{name}", value)]
         return cls(
@@ -70,7 +71,7 @@ class OwnDaemon:
         )
 
     def is_serving(self) -> bool:
-        """Return whether a daemon serves at the socket."""
+        """Return whether a daemon already serves at this daemon's socket, so that the launch need not start one."""
         try:
             with open_channel(self.address) as channel:
                 return is_serving(channel, timeout_seconds=_PROBE_SECONDS)
@@ -79,7 +80,7 @@ class OwnDaemon:
 
     @contextmanager
     def running(self) -> Iterator[bool]:
-        """Start the daemon for a `with` block, unless one serves already. Yield whether it was started.
+        """Start the daemon for a `with` block, unless one already serves at its socket. Yield whether it was started.
 
         Raises:
             LocalDaemonError: the daemon cannot be started.
@@ -95,17 +96,17 @@ class OwnDaemon:
 
 
 def check_operators_daemon(address: str, credentials: Credentials) -> None:
-    """Check that an operator's daemon serves.
+    """Wait until the daemon at an address that the user has given serves.
 
     Raises:
         ConfigError: the address is malformed.
-        StoreUnavailableError: no daemon serves there; the message says what to do.
+        StoreUnavailableError: no daemon serves at the address; the message says what to do.
     """
     wait_until_serving(address, _SERVING_SECONDS, credentials, is_loud=True)
 
 
 def refuse_two(address: str | None, own: OwnDaemon | None, *, is_from_environment: bool) -> None:
-    """Raise ConfigError if both a daemon to use and one to start are given."""
+    """Raise ConfigError if the user has given both a running daemon's address and options of a daemon to start."""
     if address is not None and own is not None:
         origin = f"${ADDRESS_VARIABLE}" if is_from_environment else "--address"
         raise ConfigError(
@@ -114,7 +115,7 @@ def refuse_two(address: str | None, own: OwnDaemon | None, *, is_from_environmen
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the keys of a daemon's configuration, which the daemon itself checks when it starts."""
+    """Return the keys and values in a daemon's TOML file, unchecked, because the daemon checks them when it starts."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Lightning's face: a strategy for its `Trainer`, with an engine in the place of DistributedDataParallel."""
+"""A strategy for Lightning's `Trainer`, with an engine in the place of DistributedDataParallel."""

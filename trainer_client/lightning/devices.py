@@ -1,6 +1,6 @@
-"""The device of what a LightningModule has besides its parameters and buffers, which the engine places.
+"""The device of a LightningModule's metrics, and the value of its attribute `device`.
 
-This module must never move a parameter, because the engine owns their memory.
+The engine moves parameters and buffers. This module must never move a parameter, because the engine owns its memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from torchmetrics import Metric
 
 
 def follow(module: LightningModule, device: torch.device) -> None:
-    """Move the states of a module's metrics to the engine's device, and have `device` of it and its parts name that.
+    """Move the states of a module's metrics to the engine's device, and set `device` of all submodules to it.
 
-    Lightning does both when it moves a module, and a module over an engine is not moved.
+    Lightning does both when it moves a module to a device. But it does not move a module that has an engine.
     """
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part._device = device
         if isinstance(part, Metric):
-            # The parameters of a metric, if it has any, are on the device already, so this leaves them where they are.
+            # If a metric has parameters, the engine has moved them to the device already. So `to` moves only the
+            # metric's states.
             part.to(device)

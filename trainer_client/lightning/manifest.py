@@ -1,6 +1,6 @@
-"""The entries of a checkpoint of Lightning that go into a manifest.
+"""The entries of a checkpoint of Lightning that are written into a manifest.
 
-This module owns the choice of these entries. It must never change the checkpoint itself, which callbacks may have.
+This module chooses the entries. It must never change the checkpoint itself, because callbacks may refer to it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from trainer_client.errors import CheckpointError
 from trainer_client.training.run.checkpoint_files import encode_user_state
 
-# The engine itself keeps these entries.
+# The engine saves the content of these entries of Lightning's checkpoint itself, so a manifest is without them.
 _KEPT_BY_ENGINE = ("state_dict", "optimizer_states")
-# These entries say how objects were made. Lightning does not read them when a fit goes on.
+# The names of the entries that record the arguments with which modules were constructed. Lightning does not read these
+# entries when a fit resumes from the checkpoint, so a manifest may lack some of them.
 _HYPER_PARAMETERS = tuple(
     name
     for kind in (LightningModule, LightningDataModule)
@@ -25,10 +26,10 @@ _HYPER_PARAMETERS = tuple(
 
 
 def manifest_entries(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint for its manifest.
+    """Return the entries of a checkpoint of Lightning that its manifest takes: those that no engine keeps.
 
-    A manifest has only what torch loads with `weights_only=True`. Hyper-parameters of other types are left out, with a
-    warning, because a fit goes on from the manifest without them.
+    A manifest may have only values that torch loads with `weights_only=True`. Hyper-parameters of other types are left
+    out with a warning, because a fit can resume from the manifest without them.
     """
     entries = {key: value for key, value in checkpoint.items() if key not in _KEPT_BY_ENGINE}
     left_out = []

@@ -1,6 +1,6 @@
-"""The training config that follows from a strategy's own config and from the arguments of Lightning's `Trainer`.
+"""The training config, made of a strategy's own config and of the arguments of Lightning's `Trainer`.
 
-This module owns the rules how the two join. It must never import what trains.
+This module owns the rules by which the two are combined. It must never import the code that trains.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from trainer_client.errors import ConfigError
 
 ConfigSource = Mapping[str, Any] | str | Path | None
 
-# The stage of Lightning's DeepSpeedStrategy, too.
+# The stage of ZeRO if the config names none, as in Lightning's DeepSpeedStrategy.
 _STAGE = 2
 _STORE = "paramserver"
 _JOB_KEYS = {"job", "resume"}
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
 _PRECISIONS = ("bf16", "fp16", "torch_autocast")
-# Lightning adds gradients up in their parameter's dtype, as DDP does.
+# `lower_precision_safe_modules` is empty, so that gradients keep the dtype of their parameters when they are added up,
+# as in Lightning and DDP.
 _MIXED: Mapping[str, Any] = {"enabled": True, "lower_precision_safe_modules": []}
-# The sections of the config that each `precision` of the Trainer stands for.
+# The sections that the Trainer's argument `precision` adds to the engine's config, for each value of the argument.
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "32-true": {},
     "bf16-true": {"bf16": {"enabled": True}},
@@ -35,9 +36,10 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_config(config: ConfigSource) -> dict[str, Any]:
-    """Return a copy of the config, with the stage that counts if it does not say one."""
+    """Return a copy of the strategy's config, with ZeRO's default stage if the config names no stage."""
     if config is None:
-        # The Trainer clips by its `gradient_clip_val`, or not at all.
+        # If the strategy is made without a config, the engine does not clip gradients: the Trainer clips them by its
+        # `gradient_clip_val`, or they are not clipped.
         raw: dict[str, Any] = {"gradient_clipping": 0}
     else:
         raw = deepcopy(dict(config if isinstance(config, Mapping) else read_config_file(Path(config))))
@@ -60,13 +62,13 @@ def training_config(
 
     Args:
         raw: the config as `read_config` returned it.
-        precision: that of the Trainer, in Lightning's words.
+        precision: the Trainer's `precision`, as Lightning writes it, for example "bf16-mixed".
         accumulation: the number of micro-batches in a step, which Lightning counts.
-        batch_size: the number of samples in a micro-batch of one rank; None: the data loader does not say it.
+        batch_size: the number of samples in a micro-batch of one rank; None: the data loader does not give it.
         job: the name of the job, if the config does not name one.
 
     Raises:
-        ConfigError: the Trainer and the config say different things.
+        ConfigError: the Trainer and the config contradict each other.
     """
     config = deepcopy(dict(raw))
     micro, train, steps = (_number(config.pop(key, None)) for key in (_MICRO_BATCH, "train_batch_size", _ACCUMULATION))
@@ -87,7 +89,7 @@ def training_config(
     if _JOB_KEYS.isdisjoint(store):
         config[_STORE] = {**store, "job": job}
     _join_precision(config, precision)
-    # Lightning divides the loss and says where a step ends.
+    # The engine must not count micro-batches, because Lightning divides the loss and decides where a step ends.
     return {**config, _MICRO_BATCH: micro, "managed_gradient_accumulation": False}
 
 
@@ -108,5 +110,5 @@ def _join_precision(config: dict[str, Any], precision: str) -> None:
 
 
 def _number(value: Any) -> int | None:
-    """Return a number of the config; None for "auto", or for a key that is not there."""
+    """Return the value of a config's key as a number; None for "auto" or None."""
     return None if value is None or value == AUTO else int(value)

@@ -1,4 +1,4 @@
-"""Lightning's calls for the backward pass, the clipping and the step, handed on to the engine.
+"""Lightning's calls for the backward pass, the clipping and the step, which are passed on to the engine.
 
 This module must never change a dtype: the engine enters autocast around its forward, and casts parameters and inputs.
 """
@@ -18,11 +18,11 @@ from trainer_client.engine.engine import Engine
 
 
 class EnginePrecision(Precision):
-    """A precision plug-in over an engine, which takes the place of the one that the Trainer has made.
+    """A precision plug-in that calls an engine. It takes the place of the plug-in that the Trainer has made.
 
     Args:
         engine: the engine of the model that is trained.
-        precision: that of the Trainer, in Lightning's words.
+        precision: the Trainer's `precision`, as Lightning writes it, for example "bf16-mixed".
     """
 
     def __init__(self, engine: Engine, precision: Any) -> None:
@@ -41,10 +41,10 @@ class EnginePrecision(Precision):
             self._engine.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then make the step of its micro-batches. All ranks must call this.
+        """Run the closure (the last forward and backward), then make the training step. All ranks must call this.
 
-        A micro-batch for which `training_step` has returned None, on all ranks, has no gradient. Where none has one,
-        there is no step.
+        If `training_step` returns None for a micro-batch, on all ranks, the micro-batch has no gradient. If no
+        micro-batch of the step has a gradient, no step is made.
         """
         result = closure()
         self._after_closure(model, optimizer)
@@ -58,7 +58,7 @@ class EnginePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the gradient of the step under way, if there is one. All ranks must call this."""
+        """Have the engine clip the gradient of the step under way, if there is one. All ranks must call this."""
         if clip_val <= 0 or not self._engine.has_gradient:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:

@@ -1,7 +1,7 @@
 """`ParamserverStrategy`: Lightning's strategy for DDP, with an engine in the place of DistributedDataParallel.
 
 Launchers, process groups, samplers, loops, schedules and callbacks are Lightning's own. This module owns the engine of
-the one model that is trained. It must never compute: the engine and Lightning do.
+the one model that is trained. It must never compute anything, because the engine and Lightning do so.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from trainer_client.lightning.manifest import manifest_entries
 from trainer_client.lightning.options import ConfigSource, check_precision, read_config, training_config
 from trainer_client.lightning.precision import EnginePrecision
 
-# The name that Lightning gives to a checkpoint within its directory with DeepSpeed.
+# The tag of the engine's checkpoint, which is the one that Lightning gives to a checkpoint of DeepSpeed.
 _TAG = "checkpoint"
-# These entries of a parameter group say which parameters it has.
+# The entries of an optimizer's parameter group that name the group's parameters. All other entries are
+# hyper-parameters.
 _NO_SETTINGS = ("params", "param_names")
 
 
@@ -54,8 +55,9 @@ class ParamserverStrategy(DDPStrategy):
     unless the config has `paramserver.job` or `paramserver.resume`.
 
     Args:
-        config: a config in DeepSpeed's format, as a dict or the path of a JSON file. ZeRO's stage is 2 if it does not
-            say. Accumulation is the Trainer's, and so is the precision unless the config has a section for it.
+        config: a config in DeepSpeed's format, as a dict or the path of a JSON file. ZeRO's stage is 2 if the config
+            names none. The Trainer decides the number of accumulated micro-batches, and the precision unless the config
+            has a section for it.
         parallel_devices, cluster_environment, accelerator, process_group_backend, timeout: as for DDPStrategy.
 
     Raises:
@@ -76,7 +78,8 @@ class ParamserverStrategy(DDPStrategy):
     ) -> None:
         self._config = read_config(config)
         self._engine: Engine | None = None
-        # Whether the model is the plain one, as a strategy of Lightning sets it up.
+        # Whether the present call of the Trainer (such as `fit` or `test`) uses a plain model without an engine, which
+        # DDPStrategy has set up.
         self._is_plain = False
         # Whether the engine is within a fit, and whether the present call of the Trainer has failed.
         self._is_fitting = False
@@ -91,14 +94,14 @@ class ParamserverStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained. It raises RuntimeError before `fit` has made it."""
+        """The engine of the trained model. The property raises RuntimeError before `fit` has made the engine."""
         if self._engine is None:
             raise RuntimeError("ParamserverStrategy has no engine before trainer.fit() has set the model up")
         return self._engine
 
     @property
     def _engine_in_use(self) -> Engine | None:
-        """The engine, if the Trainer's present or last call is for its model; None for a plain model.
+        """The engine, if the Trainer's present or last call uses the engine's model; None if it uses a plain model.
 
         After a fit, `validate`, `test` and `predict` may be given another model.
         """
@@ -106,7 +109,7 @@ class ParamserverStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The engine's plug-in while the engine computes; else the one of the Trainer."""
+        """The engine's precision plug-in if the Trainer's call uses the engine; else the Trainer's own plug-in."""
         if (engine := self._engine_in_use) is not None:
             return EnginePrecision(engine, self._trainers_precision.precision)
         return self._trainers_precision
@@ -116,15 +119,15 @@ class ParamserverStrategy(DDPStrategy):
         self._trainers_precision = plugin if plugin is not None else Precision()
         check_precision(self._trainers_precision.precision)
 
-    # The beginning
+    # The set-up of the process group, the engine and the model
 
     def setup_environment(self) -> None:
-        """Join the process group, and say to the engine which of the ranks this process is."""
+        """Join the process group, and set LOCAL_RANK, from which the engine takes this process's local rank."""
         super().setup_environment()
         os.environ["LOCAL_RANK"] = str(self.local_rank)
 
     def setup(self, trainer: Trainer) -> None:
-        """Make an engine of the model for `fit`, or use the one that is there. All ranks must call this.
+        """Make an engine of the model for `fit`, or use the engine of an earlier fit. All ranks must call this.
 
         Without an engine, `validate`, `test` and `predict` compute with the plain model.
 
@@ -181,7 +184,7 @@ class ParamserverStrategy(DDPStrategy):
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the engine of the model, and of what its `configure_optimizers` returns. All ranks must call this."""
+        """Make the engine of the model and the optimizer that it configures. All ranks must call this."""
         super().setup_optimizers(trainer)
         optimizer = self._own_optimizer()
         instance = trainer.fit_loop._data_source.instance
@@ -205,7 +208,8 @@ class ParamserverStrategy(DDPStrategy):
         """Return the optimizer that the module has configured; None if the config's optimizer is used.
 
         Raises:
-            ConfigError: there are several, or none, or the config has one, too.
+            ConfigError: the module has configured several optimizers, or neither the module nor the config has one, or
+                both have.
         """
         given = [one for one in self.optimizers if not isinstance(one, _MockOptimizer)]
         if len(given) > 1:
@@ -225,16 +229,16 @@ class ParamserverStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Leave the device as it is, because the engine takes the model's values from host memory.
+        """Build modules on the default device, because the engine takes the model's values from host memory.
 
-        `empty_init` has no effect: models that are to be built without memory are built in `configure_model`.
+        `empty_init` has no effect. A model that is to be built without memory has to be built in `configure_model`.
         """
         with self._trainers_precision.tensor_init_context():
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Build the modules of `configure_model` without memory, for a fit at stage 3."""
+        """For a fit at stage 3, build the modules of `configure_model` without memory."""
         assert self.lightning_module is not None
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         with zero.Init(enabled=is_fit and self._config["zero_optimization"]["stage"] == 3):
@@ -244,42 +248,45 @@ class ParamserverStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep the backward passes within the context from communicating, because a later one of the step does."""
+        """Within the context, have backward passes add gradients up without communication.
+
+        The last backward pass of the step, outside of the context, communicates.
+        """
         with self.engine.no_sync():
             yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute without gradients; see `_without_gradients`."""
+        """Run the module's `validation_step` without gradients; see `_without_gradients`."""
         with _without_gradients():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute without gradients; see `_without_gradients`."""
+        """Run the module's `test_step` without gradients; see `_without_gradients`."""
         with _without_gradients():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute without gradients; see `_without_gradients`."""
+        """Run the module's `predict_step` without gradients; see `_without_gradients`."""
         with _without_gradients():
             return super().predict_step(*args, **kwargs)
 
-    # Checkpoints
+    # The saving and loading of checkpoints
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True, because the engine loads a checkpoint, and `setup` makes the engine."""
+        """True: a checkpoint is loaded after `setup`, because the engine loads it, and `setup` makes the engine."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing of a model that the engine has, because the store keeps it; else the plain state dict."""
+        """Return {} for the engine's model, because the store keeps its weights; else the plain state dict."""
         return {} if self._engine_in_use is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing, because the store keeps the states."""
+        """Return {}, because the store keeps the optimizer states."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Keep the present step in the store, and write a manifest of it into the directory `filepath`.
+        """Keep the present step in the store, and write a manifest of the step into the directory `filepath`.
 
         All ranks must call this.
 
@@ -298,17 +305,20 @@ class ParamserverStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory that `save_checkpoint` has written, or read a file of Lightning. All ranks must call this.
 
-        Of a file, Lightning loads counts and schedules later, `load_model_state_dict` the weights, and
-        `load_optimizer_state_dict` the hyper-parameters. The optimizer's states are not loaded.
+        A file of Lightning is loaded in parts after this call: Lightning loads the counts and schedules,
+        `load_model_state_dict` the weights, and `load_optimizer_state_dict` the hyper-parameters. The optimizer states
+        in the file are not loaded.
 
         Raises:
-            ConfigError: there is a directory, and no engine to load it.
+            ConfigError: the path is a directory, and there is no engine to load it.
             CheckpointError: the directory holds no checkpoint, or no store keeps its step any more.
         """
         path = self.broadcast(checkpoint_path)
-        # Lightning wants the entry, which a manifest does not have, because the engine loads what would be in it.
+        # Lightning requires the entry "optimizer_states" in a loaded checkpoint. The engine's checkpoint has no such
+        # entry, because the engine loads the optimizer states itself. So an empty list is added.
         states: dict[str, Any] = {"optimizer_states": []}
-        # Rank 0 alone writes and reads manifests, and other nodes may not have the directory.
+        # Rank 0 decides for all ranks whether the path is a directory, because only rank 0 writes and reads manifests,
+        # and other nodes may not have the directory.
         if not self.broadcast(Path(path).is_dir()):
             states.update(super().load_checkpoint(path, weights_only))
             return states
@@ -330,9 +340,9 @@ class ParamserverStrategy(DDPStrategy):
         return states | state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a file of Lightning into the model of the Trainer's call. All ranks must call this.
+        """Load the weights in a file of Lightning into the model of the Trainer's call. All ranks must call this.
 
-        `load_checkpoint` has loaded those of a directory.
+        For a directory this does nothing, because `load_checkpoint` has loaded the weights.
         """
         if "state_dict" not in checkpoint:
             return
@@ -342,15 +352,16 @@ class ParamserverStrategy(DDPStrategy):
             engine.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the parameter groups their hyper-parameters in a file of Lightning. All ranks must call this.
+        """Set the parameter groups' hyper-parameters to those in a file of Lightning. All ranks must call this.
 
-        Schedules that multiply the present learning rate go on from it. The optimizer's states begin at zero. Flags,
-        such as `nesterov`, are those of the script.
+        The learning rate is among them, because some schedules multiply the present learning rate. The optimizer states
+        are not loaded and begin at zero. Flags, such as `nesterov`, keep the values of the script.
 
         Raises:
             ConfigError: the optimizer in the file has another number of groups.
         """
-        # A file that was saved of another module after a fit has an empty state.
+        # An empty optimizer state in the file is passed over. A file has one if it was saved after a fit, for another
+        # module than the fitted one.
         for optimizer, state in zip(self.optimizers, filter(None, checkpoint["optimizer_states"]), strict=False):
             groups, stored = optimizer.param_groups, state["param_groups"]
             if len(groups) != len(stored):
@@ -361,13 +372,14 @@ class ParamserverStrategy(DDPStrategy):
             for group, settings in zip(groups, stored, strict=True):
                 group.update({key: settings[key] for key in _hyper_parameters(group) & _hyper_parameters(settings)})
 
-    # The end
+    # The end of a call of the Trainer, after an error or without one
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the job of a fit at its last committed step, without waiting for the other ranks.
+        """Close the engine after an error, without waiting for other ranks. The job stays at its last committed step.
 
-        After a fit all steps are committed, and the engine of one rank stays in spite of an error. One of several ranks
-        closes it, because the others wait for this rank.
+        The engine is closed if the error comes within a fit, or if there are several ranks, because the other ranks
+        wait for this rank. If there is only one rank and the error comes after a fit, the engine stays open, because
+        all steps are committed.
         """
         self._has_failed = True
         at_exit.unregister(self)
@@ -375,7 +387,10 @@ class ParamserverStrategy(DDPStrategy):
             self._engine.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """Commit the last step. The engine stays, for `validate`, `test` and `predict`. All ranks must call this."""
+        """Commit the last step of a fit. All ranks must call this.
+
+        The engine stays open for `validate`, `test` and `predict`.
+        """
         has_failed, self._has_failed, self._is_fitting = self._has_failed, False, False
         if self._is_plain:
             self._is_plain = False
@@ -388,7 +403,7 @@ class ParamserverStrategy(DDPStrategy):
         self.accelerator.teardown()
 
     def close(self) -> None:
-        """Close the engine, as `Engine.close` does. All ranks must call this. Idempotent.
+        """Close the engine, as `Engine.close` does. A repeated call has no effect. All ranks must call this.
 
         The model has no values afterwards.
         """
@@ -404,7 +419,10 @@ def _hyper_parameters(group: Mapping[str, Any]) -> set[str]:
 
 @contextmanager
 def _without_gradients() -> Generator[None, None, None]:
-    """Compute without gradients, and not in inference mode, whose tensors the engine could not train with later."""
+    """Within the context, compute without gradients, but not in inference mode.
+
+    The engine could not use tensors that are made in inference mode for training later.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -1,4 +1,4 @@
-"""The record of torch.optim.Adagrad."""
+"""torch.optim.Adagrad as the store runs it: its section of the config, and its record (see torch_optimizer.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _to_row(group: ParameterGroup, defaults: Mapping[str, Any], update_count: in
             lr_decay=float(group["lr_decay"]),
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
-            # The value is taken from the optimizer's defaults, because torch does so and ignores a group's own value.
+            # `initial_accumulator_value` is taken from the optimizer's defaults, because torch does so and ignores the
+            # value in a parameter group.
             initial_accumulator_value=float(defaults["initial_accumulator_value"]),
             update_count=update_count,
         )

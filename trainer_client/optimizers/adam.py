@@ -19,8 +19,8 @@ from trainer_client.optimizers.torch_optimizer import (
     TorchOptimizer,
 )
 
-# The kernel divides the moments by 1 - beta ** count. With this count, which a float represents exactly, the divisor is
-# 1 for every beta below 1 - 2**-46.
+# The update count that the kernel gets if bias_correction is false. The kernel divides the moments by 1 - beta **
+# count. With this count, which a float represents exactly, the divisor is 1 for every beta below 1 - 2**-46.
 _UNCORRECTED = 2**52
 
 
@@ -61,7 +61,7 @@ class AdamArgumentsSection(TorchArgumentsSection):
         return values
 
     def group_settings(self) -> dict[str, Any]:
-        """Return the settings of groups that torch's class does not know."""
+        """Return the settings of the parameter groups that torch's class does not take as arguments."""
         return {"bias_correction": self.bias_correction}
 
     @model_validator(mode="before")
@@ -93,10 +93,10 @@ class AdamOptimizer(OptimizerSection):
 
 
 def to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> HyperParameters:
-    """Return the row of a group of torch's Adam or AdamW.
+    """Return the hyper-parameters of one update of a parameter in a group of torch's Adam or AdamW.
 
     The group's `decoupled_weight_decay` tells AdamW from Adam. If the group's `bias_correction` is false, which
-    DeepSpeed's classes allow, the row has the count _UNCORRECTED, with which the kernel corrects nothing.
+    DeepSpeed's classes allow, the result has the count _UNCORRECTED, with which the kernel corrects nothing.
     """
     beta1, beta2 = group["betas"]
     if not group.get("bias_correction", True):

@@ -1,4 +1,4 @@
-"""The record of torch.optim.AdamW."""
+"""torch.optim.AdamW as the store runs it: its section of the config, and its record (see torch_optimizer.py)."""
 
 from __future__ import annotations
 

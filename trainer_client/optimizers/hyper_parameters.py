@@ -11,13 +11,17 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from trainer_client.errors import ConfigError
 from trainer_client.optimizers.torch_optimizer import ParameterGroup, TorchOptimizer
 
-# These flags change what an update computes. `foreach` and `fused` are not among them: they choose a kernel, and the
-# store always runs the fused one.
+# Flags of torch's optimizers that change what an update computes, so that they are refused. `foreach` and `fused` are
+# not among them: they choose a kernel, and the store always runs the fused one.
 _REFUSED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def check_settings(optimizer: TorchOptimizer, number: int, group: ParameterGroup) -> None:
-    """Check the settings of a group. Raise ConfigError for a setting that the store's kernels do not have."""
+    """Check the settings of parameter group `number`.
+
+    Raises:
+        ConfigError: the store's kernel for `optimizer` cannot compute with a setting of the group.
+    """
     if flags := [flag for flag in _REFUSED_FLAGS if group.get(flag)]:
         raise ConfigError(f"{flags[0]}=True of parameter group {number} is not honoured by this version: remove it")
     if problem := optimizer.find_problem(group):
@@ -25,7 +29,9 @@ def check_settings(optimizer: TorchOptimizer, number: int, group: ParameterGroup
 
 
 class HyperParameterTable:
-    """The distinct rows of hyper-parameters in a step. Most parameters of a model share one row.
+    """The distinct sets of hyper-parameters (rows) of one step. Most parameters of a model share one row.
+
+    A request to the store has the rows once, and names the row of each parameter by its index.
 
     Attributes:
         rows: the rows that `row_of` has made so far.

@@ -29,17 +29,18 @@ _RECORDS = (
 )
 OPTIMIZERS = {record.name: record for record in _RECORDS}
 
-# The section of any of these optimizers. Its key `type` says which optimizer it is.
+# The type of the config's section `optimizer`: the section of any of these optimizers. The section's key `type` says
+# which optimizer it is.
 if TYPE_CHECKING:
     AnyOptimizerSection: TypeAlias = OptimizerSection
 else:
     AnyOptimizerSection = reduce(or_, (record.section for record in OPTIMIZERS.values()))
 
-# The records by all names that a config can have, in lower case, because DeepSpeed ignores the case.
+# The records (TorchOptimizer) by all names that a config can write, in lower case, because DeepSpeed ignores the case.
 _BY_NAME = {name.lower(): record for record in _RECORDS for name in (record.name, *record.other_names)}
 
-# Optimizers that are not elementwise, by their names in lower case without the prefix "fused". These are names and not
-# classes, because most of the classes are not installed.
+# Optimizers that are not elementwise, so that the store cannot run them, by their names in lower case without the
+# prefix "fused". The names are listed and not the classes, because most of the classes are not installed.
 _NOT_ELEMENTWISE = frozenset(
     {"adafactor", "adamuon", "galore", "lamb", "lars", "lbfgs", "lion8bit", "muon", "onebitlamb", "shampoo", "soap"}
     | {"sparseadam"}
@@ -49,7 +50,7 @@ _MUP = {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"}
 
 
 def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
-    """Return the record of an optimizer's class.
+    """Return the record (a TorchOptimizer) with which the trainer has the store run an optimizer of this class.
 
     Raises:
         ConfigError: the store does not run the optimizer. A subclass of an optimizer that the store runs is refused,

@@ -1,4 +1,4 @@
-"""The record of torch.optim.SGD, with or without momentum."""
+"""torch.optim.SGD, with or without momentum: its section of the config, and its record (see torch_optimizer.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
             momentum=momentum,
             dampening=float(group["dampening"]),
             weight_decay=float(group["weight_decay"]),
-            # A scheduler may have lowered the momentum to 0. torch then ignores `nesterov`, and so does this row.
+            # A scheduler may have lowered the momentum to 0. torch then ignores `nesterov`, so the store gets
+            # `nesterov=False`.
             nesterov=bool(group["nesterov"]) and momentum != 0,
             update_count=update_count,
         )
@@ -52,9 +53,9 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
 
 def _find_problem(group: ParameterGroup) -> str | None:
     if group.get("dampening") and not group["momentum"]:
-        # This group is refused because a scheduler may raise the momentum later. torch makes the momentum buffer at the
-        # first update that has a momentum, and the store makes it at the parameter's first update. With a dampening,
-        # the two buffers would then begin with different values.
+        # A parameter group with dampening and without momentum is refused, because a scheduler may raise the momentum
+        # later. torch makes the momentum buffer at the first update that has a momentum, and the store makes it at the
+        # parameter's first update. With a dampening, the two buffers would then begin with different values.
         return f"has dampening {group['dampening']} and no momentum, without which it has no effect: set it to 0"
     return None
 

@@ -24,7 +24,7 @@ _KERNEL = "the store always runs its own kernel, which gives the bits of torch's
 _NOT_IN_KERNEL = "the store's kernel does not have it"
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
-# For each class that `runs_as` has declared, the class whose update it computes.
+# For each class that `runs_as` has declared, the class of torch whose update it computes.
 _RUNS_AS: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
 
 
@@ -68,7 +68,7 @@ class ArgumentsSection(Section):
         return self.model_dump(include={name for name, field in type(self).model_fields.items() if is_honoured(field)})
 
     def group_settings(self) -> dict[str, Any]:
-        """Return the settings of the optimizer's groups that its class does not take as arguments."""
+        """Return the settings to set in the parameter groups, because the class does not take them as arguments."""
         return {}
 
 
@@ -113,7 +113,7 @@ def _never_refused(_: ParameterGroup) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptimizer:
-    """An optimizer of a training loop that the store runs.
+    """The record of an optimizer that the store runs: what the trainer needs to make it and to send its updates.
 
     Attributes:
         torch_class: the exact class. A subclass is treated as another optimizer, because it may compute something else.

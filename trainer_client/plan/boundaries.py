@@ -1,7 +1,8 @@
-"""The boundaries of activation checkpoints in a rehearsed step, which leave the device as they do in a real one.
+"""The boundaries of activation checkpoints in a rehearsed step, which leave the device as in a real step.
 
-The rules of training/step/boundary.py decide what a boundary is and which ones leave. This module owns the assumption
-about how many of the newest stay, which a real step measures. It must never call a store.
+The rules of training/step/boundary.py decide what a boundary is and which boundaries leave the device. This module only
+assumes how many of the newest boundaries stay, where a real rank decides by its measured times. It must never call a
+store.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from trainer_client.training.step.recall_depth import MOST_STAYING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRule:
-    """The keys that decide which boundaries leave the device.
+    """The values of the config's keys that decide which boundaries leave the device.
 
     Attributes:
-        smallest_bytes: boundaries with fewer bytes stay.
-        kept_bytes: the bytes of the newest boundaries that stay.
-        recomputing: chooses the units that compute each second boundary again; None: all boundaries are kept or move,
-            as at the beginning of a run that chooses by its measured times.
+        smallest_bytes: boundaries with fewer bytes stay on the device.
+        kept_bytes: the most bytes of the newest boundaries that stay on the device together.
+        recomputing: chooses the units that compute each second boundary again. None: no boundary is computed again, so
+            all stay or move to the store, as at the beginning of a run that chooses by its measured times.
     """
 
     smallest_bytes: int
@@ -40,7 +41,7 @@ class OffloadRule:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> OffloadRule | None:
-        """Return the rule of a config; None if all boundaries stay on the device."""
+        """Return the rule that a config gives; None if the config leaves all boundaries on the device."""
         section = config.paramserver.activations
         if not config.offloads_activations:
             return None
@@ -50,14 +51,16 @@ class OffloadRule:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Boundary:
-    """A boundary of the rehearsal.
+    """A boundary that `RehearsedBoundaries` has recorded, with the tensor that has its bytes.
 
     Attributes:
-        key: identifies its bytes.
-        nbytes: its size.
-        begin: the first of its bytes in the storage of `tensor`.
-        tensor: a tensor that has its storage; None: it is in the store, or has to be computed again.
-        again: see `Boundary`.
+        key: identifies the boundary's bytes.
+        nbytes: the boundary's size.
+        begin: the place of the boundary's first byte in the storage of `tensor`.
+        tensor: a tensor whose storage has the boundary's bytes; None: the boundary is in the store, or has to be
+            computed again.
+        again: computes the boundary again; None: it moves to the store instead. See `Boundary` in
+            training/step/boundary.py.
     """
 
     key: Key
@@ -70,13 +73,14 @@ class _Boundary:
 class RehearsedBoundaries:
     """The boundaries of one forward over tensors without values.
 
-    A real rank lets one or two of the newest boundaries stay, as its measured times have it. Here MOST_STAYING of them
-    stay in the memory that is counted, and one in the bytes that move, so that neither figure is too small.
+    A real rank lets one or two of the newest boundaries stay, which it decides by its measured times. The plan cannot
+    know the number. So the memory is counted as if MOST_STAYING boundaries stayed, and the bytes that move as if one
+    stayed, so that neither figure is too small.
 
     Attributes:
         saved_bytes: the bytes of all boundaries.
-        moved: the bytes of each boundary that moves to the store, in the order in which they do.
-        again_bytes: the bytes of the boundaries that are freed, and computed again.
+        moved: the bytes of each boundary that moves to the store, in the order in which the boundaries move.
+        again_bytes: the bytes of the boundaries that are freed in the forward and computed again in the backward.
     """
 
     def __init__(
@@ -85,8 +89,9 @@ class RehearsedBoundaries:
         """Begin without boundaries.
 
         Args:
-            rule: decides which of them leave.
-            number_of: returns a number that no other storage has; None for a storage that is not counted.
+            rule: decides which boundaries leave the device.
+            number_of: returns the number of a storage, which no other storage has; None for a storage whose bytes are
+                not counted.
             model: the model, whose units may compute boundaries again.
         """
         self.saved_bytes = 0
@@ -104,7 +109,7 @@ class RehearsedBoundaries:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Enclose the forward."""
+        """Record the boundaries of the forward that runs within the context."""
         try:
             with saved_tensors_hooks(self._notes.pack, self._unpack):
                 yield
@@ -112,15 +117,20 @@ class RehearsedBoundaries:
             self._notes.segments.is_watching = False
             self._notes.segments.forget()
 
-    # These methods are called by the notes.
+    # `BoundaryNotes` calls the methods `keep`, `save` and `let_go`, because this object is the Owner of its notes.
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what torch keeps of a tensor that is no boundary."""
-        # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
+        """Return the tensor that torch's autograd saves for the backward in place of one that is no boundary."""
+        # A tensor that is no leaf refers to the autograd node that saves it, so tensor and node would keep each other
+        # alive. So the tensor is detached.
         return tensor if tensor.is_leaf else tensor.detach()
 
     def save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> _Boundary:
-        """Return a new boundary, and let older ones leave."""
+        """Record a new boundary and return it.
+
+        Unless `again` computes it again, the boundary joins the newest ones on the device. If these then take more than
+        the rule's `kept_bytes` together, the oldest of them leave: their bytes are counted in `moved`, and freed.
+        """
         boundary = _Boundary(key, key.nbytes, key.begin, tensor.detach(), again)
         self.saved_bytes += boundary.nbytes
         if again is None:
@@ -130,14 +140,15 @@ class RehearsedBoundaries:
         return boundary
 
     def let_go(self, boundary: _Boundary) -> None:
-        """Keep the bytes of a boundary no longer, because they can be computed again."""
+        """Free the bytes of a boundary, because the backward can compute them again, and add them to `again_bytes`."""
         self.again_bytes += boundary.nbytes
         boundary.tensor = None
 
     def _unpack(self, packed: torch.Tensor | Saved[_Boundary]) -> torch.Tensor:
-        """Return the tensor for which `pack` returned `packed`, after its boundary has come back if it had left.
+        """Return the tensor for which `pack` returned `packed`. If its boundary has left the device, bring it back.
 
-        It makes views alone, where `Saved.view` sets a storage, which the rehearsal would count as work of the model.
+        This function makes only views. `Saved.view` is not used, because it sets the storage of a tensor, which the
+        rehearsal would count as an operation of the model.
         """
         if not isinstance(packed, Saved):
             return packed

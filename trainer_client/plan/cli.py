@@ -46,13 +46,14 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
 }
 _DEFAULT_TOKENS = 2048
 
-# Keys about a daemon that an operator runs. `insecure` is also for a collector of traces.
+# The config's keys about a daemon that an operator runs, which a plan leaves out. It keeps `insecure` if the config has
+# a collector of traces, because the key applies to the collector, too.
 _OPERATORS_KEYS = ("address", "token_file", "tls", "insecure")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _RATE = "bytes per second, as 5GB; without it, measured here"
 
-# The types of the options, in their order.
+# The types of the options, in the order of the arguments of `plan_job`.
 _Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A config.json of Hugging Face, a directory with one, or MODULE:CALLABLE."),
@@ -167,7 +168,7 @@ def plan_job(
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        # Paths and names are printed as they are, because rich would take "[a]" in them for markup.
+        # Markup is off, because paths and names are printed, in which rich would take "[a]" for markup.
         show(Console(markup=False, emoji=False), found)
     raise typer.Exit(0 if found["fits"] else 3)
 
@@ -176,8 +177,8 @@ def main(arguments: list[str], find_need: FindNeed, find_hits: FindHits) -> None
     """Run the verb with these arguments, and end the process with its exit status.
 
     Args:
-        find_need: computes the bytes that a job takes of a store.
-        find_hits: says which reads of a rank find their bytes on its device.
+        find_need: the daemon's function that computes the bytes that a job takes in a store.
+        find_hits: the daemon's function that says which reads of a rank find their bytes in device copies.
     """
     app(arguments, prog_name="paramserver plan", obj=(find_need, find_hits))
 
@@ -197,7 +198,10 @@ def _plan(
     directory: Path | None,
     search: bool,
 ) -> dict[str, Any]:
-    """Return the figures of a plan, as `to_dict` makes them, for these options. It can raise ConfigError."""
+    """Plan the job that the options of the verb describe, and return the figures as `to_dict` makes them.
+
+    It can raise ConfigError.
+    """
     kind = _device_of(device, node, world, raw)
     builder = find_builder(source)
     shape = build(builder)
@@ -215,7 +219,8 @@ def _plan(
     here = capacities_here(directory, world.ranks) if node is None else node.capacities()
     find_need, find_hits = figures
     job = PlannedJob(
-        # All plans use the same model, because laying it out changes nothing but the dtype of its buffers.
+        # All plans of a call use the same model, because to plan the model's layout changes nothing but the dtype of
+        # its buffers.
         build=lambda: shape,
         rehearse=rehearsed,
         world=world,
@@ -226,8 +231,8 @@ def _plan(
         sequence=sequence,
         device=kind,
     )
-    # The first plan is made before anything is measured, because it checks the config and finds the operations of a
-    # step.
+    # The first plan is made before any rate is measured, because it checks the config and finds the operations of a
+    # step, whose time is measured afterwards.
     wanted = plan(job, raw)
     if node is None:
         rates = rates_here(given, wanted.rehearsal, world, dtype=wanted.dtype, device=kind, directory=directory)
@@ -247,7 +252,7 @@ def _plan(
 
 
 def _device_of(option: str | None, node: Node | None, world: World, raw: Mapping[str, Any]) -> str:
-    """Return the kind of device that ranks compute on, "cpu" or "cuda"; `option` is that of the command line.
+    """Return the kind of device that ranks compute on, "cpu" or "cuda"; `option` is the value of --device.
 
     Raises:
         ConfigError: the node has no such device, or too few for the ranks, or the kind is not known.
@@ -266,11 +271,11 @@ def _device_of(option: str | None, node: Node | None, world: World, raw: Mapping
 
 
 def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the config for a daemon with these budgets.
+    """Return the config for a daemon of the job's own with the given budgets.
 
     For a budget of None, the config's value or the default is used.
 
-    The address of an operator's daemon is left out, because a config with one has no budgets.
+    The address of an operator's daemon is left out, because a config with an address may not have budgets.
     """
     given = {name: budget for name, budget in budgets.items() if budget is not None}
     section = raw.get("paramserver", {})

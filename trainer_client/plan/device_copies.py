@@ -1,7 +1,7 @@
-"""The copies of parameters on a planned rank's device: how much memory they take, and which reads they save.
+"""The copies of parameters on a planned rank's device: how much memory they take, and which reads they serve.
 
-This module owns the order in which a rank reads its units. It must never decide which copy stays, because the
-directory of the store does.
+This module owns the order in which a rank reads its units. It must never decide which copy stays on the device, because
+the store's directory of device copies does.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from trainer_client.plan.layout import Layout, PlannedUnit
 from trainer_client.training.model.placement import Residence
 from trainer_client.training.run.device_budget import bytes_of_copies
 
-# The copies that stay on the device are the same from step to step after so many of them.
+# The plan replays this number of steps and counts the last one, because afterwards the same copies stay on the device
+# in each step.
 _SETTLED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCopies:
-    """The copies on the device of one rank.
+    """The device copies of one rank: the memory that they take, and how many of its reads they serve.
 
     Attributes:
-        nbytes: the memory that the rank offers for them.
+        nbytes: the bytes of device memory that the rank offers for the copies.
         reads: the number of reads of parameters in a step.
-        hits: those of them that find their bytes on the device.
-        hit: the fraction of the bytes of these reads that are found there.
+        hits: the number of these reads that find their bytes on the device.
+        hit: the fraction of the bytes of all these reads that are found on the device.
     """
 
     nbytes: int = 0
@@ -46,8 +47,8 @@ def plan_copies(
     """Return the copies of a rank whose `paramserver.gpu_budget` is `budget_bytes`, on an accelerator.
 
     Args:
-        micro_batches: of a step.
-        find_hits: the store's rule.
+        micro_batches: the number of micro-batches of a step.
+        find_hits: the daemon's function that says which reads find their bytes on the device.
         partitions: how many ranks' partitions of a group the rank reads in one gather.
     """
     placed = {planned.group.name: planned.placement for planned in layout.groups}
@@ -72,9 +73,11 @@ def plan_copies(
 def reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     """Return the units in the order in which a forward and its backward read them.
 
-    The root surrounds both passes, and the unit whose forward ends last stays for the backward. The backward ends at
-    the first unit that has something to train, or that a trained parameter of the root comes before: an embedding, and
-    not a head. The order of parameters in the model is taken to be that of their use.
+    The root is read once, because it stays gathered during both passes. The unit whose forward ends last is not read
+    again, because it stays gathered for the backward. The backward ends at the first unit that has a trained parameter,
+    or that comes after a trained parameter of the root. For example, it reads all units if an embedding in the root is
+    trained, but not because of a trained head. Parameters are assumed to be used in the order in which they are in the
+    model.
     """
     root, *others = units
     forward, stays = _forward(others)
@@ -89,10 +92,11 @@ def reads_of_pass(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
 
 
 def _forward(others: Sequence[PlannedUnit]) -> tuple[list[PlannedUnit], PlannedUnit | None]:
-    """Return the units but the root in the order in which a forward reads them, and the one whose forward ends last.
+    """Return all units but the root in the order in which a forward reads them, and the unit whose forward ends last.
 
-    Tiles of the root come before the blocks or behind them, as their parameter does, and those of a tied weight are
-    read once more, by the head. A block's forward ends after those of its tiles.
+    Tiles of a parameter of the root come before or after the blocks, where the parameter is in the model. Tiles of a
+    tied weight are read once more after the blocks, by the head. The forward of a block ends after the forwards of its
+    tiles, so the unit that ends last is no tile of a block.
     """
     number = next((place for place, unit in enumerate(others) if not unit.is_tile), len(others))
     of_root, blocks = others[:number], list(others[number:])
@@ -105,7 +109,10 @@ def _forward(others: Sequence[PlannedUnit]) -> tuple[list[PlannedUnit], PlannedU
 
 
 def _reads(steps: Sequence[Sequence[PlannedUnit]], partitions: int) -> Iterator[DeviceRead]:
-    """Yield the reads of the steps. An update of what is trained follows each of them, and then the next step."""
+    """Yield a rank's reads of parameters in several steps, each with the version of the group that it reads.
+
+    After each step, an update makes a new version of each trained group, so copies of the former version serve no read.
+    """
     sequence = [
         (planned.group, partition, step)
         for step, units in enumerate(steps)
@@ -122,7 +129,7 @@ def _reads(steps: Sequence[Sequence[PlannedUnit]], partitions: int) -> Iterator[
         version = step if group.trainable else 0
         next_use = following.get((slab, version))
         if next_use is None and not group.trainable:
-            # The job goes on after the planned steps, so it reads a frozen group again.
+            # The job goes on after the planned steps, so the next use of a frozen group is in the step after them.
             next_use = position + len(sequence)
         following[slab, version] = position
         backwards.append(DeviceRead(slab=slab, version=version, nbytes=group.partition_bytes, next_use=next_use))

@@ -4,7 +4,8 @@ glibc takes blocks of up to 32 MiB from its heap, where a freed block leaves a h
 that fits is put there. So the process holds more than its live tensors. This module is a model of that heap: a block
 goes into the smallest hole that has room. Neighbouring holes are not joined, because small objects of other code lie
 between them. The top of the heap goes back to the kernel once more than 64 MiB are free there (M_TRIM_THRESHOLD at its
-largest, man 3 mallopt). A model that joins holes gave a fifth to a third less than two measured jobs held.
+largest, man 3 mallopt). For two measured jobs, a model that joins neighbouring holes gave a fifth to a third less
+memory than the jobs held.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ALIGNMENT = 64
 
 
 class Heap:
-    """The resident memory behind blocks that are allocated and freed.
+    """A model of malloc that counts the resident memory while blocks are allocated and freed.
 
     Attributes:
         peak: the most resident bytes so far.
@@ -29,14 +30,15 @@ class Heap:
         self._mapped = 0
         self._top = 0
         self._resident = 0
-        # For each block, its first byte in the heap and its size. A block of MAPPED_BYTES or more is not in the heap:
-        # malloc maps separate pages for it, and -1 takes the place of the first byte.
+        # For each block that was allocated, its first byte in the modelled heap and its size. A block of MAPPED_BYTES
+        # or more is not in the heap, because malloc maps separate pages for it. Such a block has -1 in place of the
+        # first byte.
         self._blocks: dict[Hashable, tuple[int, int]] = {}
-        # The size and the first byte of each hole, in order of the sizes.
+        # The size and the first byte of each hole (a free range between blocks), in order of the sizes.
         self._holes: list[tuple[int, int]] = []
 
     def allocate(self, name: Hashable, nbytes: int) -> None:
-        """Allocate a block."""
+        """Put a block into the smallest hole that has room, or at the top. Large blocks get memory of their own."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
         if size >= MAPPED_BYTES:
             self._blocks[name] = (-1, size)
@@ -46,7 +48,7 @@ class Heap:
         self.peak = max(self.peak, self._mapped + self._resident)
 
     def free(self, name: Hashable) -> None:
-        """Free a block."""
+        """Free the block called `name`. Its memory stays resident as a hole, unless it goes back to the kernel."""
         start, size = self._blocks.pop(name)
         if start < 0:
             self._mapped -= size

@@ -1,6 +1,6 @@
-"""The rates of a plan: those that options give, those of a node as published, and those that the probe measures here.
+"""The rates of a plan: given as options, published for a node, or measured by the probe on this machine.
 
-This module owns the choice between them, and the words that say where a rate is from. It must never plan.
+This module chooses where each rate is from, and has the words that say so in the output. It must never plan.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from trainer_client.plan.nodes import Node
 from trainer_client.plan.probe import probe
 from trainer_client.plan.rehearsal import Rehearsal
 
-# Without a probe, the bytes that a rank on the CPU is assumed to copy in a second, and the elements that a thread of
-# the store is assumed to update. They suit two server processors of 2020 and later.
+# Assumed rates, which a plan uses without a probe: the bytes that a rank on the CPU copies in a second, and the
+# elements that a thread of the store updates in a second. Both suit two server processors of 2020 and later.
 _COPY, _UPDATE = 10e9, 300e6
-# A 1 stands for each rate that is not known.
+# A placeholder where no rate is known yet: each rate is 1.
 _UNKNOWN = Rates(
     copy=1.0,
     device_link=1.0,
@@ -38,19 +38,19 @@ _UNKNOWN = Rates(
     device_update=None,
     collective=None,
 )
-# The rates of a plan whose bounds of a step are not looked at.
+# The rates of a first plan, which is made before anything is measured, and whose step time is not used.
 NO_RATES = KnownRates(of=lambda _: _UNKNOWN, compute_seconds=lambda _: 0.0, rates_from="", compute_from="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRates:
-    """The rates that options give.
+    """The rates that the user has given by options, so that the plan neither measures nor looks them up.
 
     Attributes:
-        rates: by the name of a field of Rates, per second.
-        flops: the floating-point operations that a rank makes in a second; None: not given.
-        optimizer_threads: the daemon's key of this name; None: as the daemon would choose.
-        with_probe: whether other rates may be measured.
+        rates: the given rates per second, by the name of a field of Rates.
+        flops: the floating-point operations that a rank makes in a second; None: the option is not given.
+        optimizer_threads: the value of the daemon's key of this name; None: the daemon's default.
+        with_probe: whether rates that are not given may be measured.
     """
 
     rates: Mapping[str, float]
@@ -62,7 +62,7 @@ class GivenRates:
     def of(
         cls, texts: Mapping[str, str | None], flops: float | None, optimizer_threads: int | None, *, with_probe: bool
     ) -> GivenRates:
-        """Return the rates of options.
+        """Return the rates that the options of the verb give, as the user has written them.
 
         Args:
             texts: the text of each option, by the name of a field of Rates; None if the option is not given.
@@ -80,7 +80,7 @@ class GivenRates:
 
 
 def size_of(option: str, text: str) -> int:
-    """Return the bytes that an option's text gives. It can raise ConfigError."""
+    """Return the bytes that the text of an option stands for, as "5GB". It can raise ConfigError."""
     with suppress(ValidationError, OverflowError):
         if (nbytes := int(TypeAdapter(Size).validate_python(text))) > 0:
             return nbytes
@@ -88,7 +88,7 @@ def size_of(option: str, text: str) -> int:
 
 
 def published_rates(node: Node, given: GivenRates) -> KnownRates:
-    """Return the rates of a node as published, where they are not given."""
+    """Return all rates of a plan for a node: those that options give, and else those that are published for it."""
     threads = given.optimizer_threads or MOST_BY_DEFAULT
     flops = given.flops or node.flops
     return KnownRates(
@@ -102,11 +102,11 @@ def published_rates(node: Node, given: GivenRates) -> KnownRates:
 def rates_here(
     given: GivenRates, rehearsal: Rehearsal, world: World, *, dtype: torch.dtype | None, device: str, directory: Path
 ) -> KnownRates:
-    """Return the rates of this machine, which are measured where they are not given.
+    """Return all rates of a plan: those that options give, and else those that the probe measures on this machine.
 
     Args:
         given: the rates that options give.
-        rehearsal: a micro-batch, whose operations are timed.
+        rehearsal: the rehearsal of a micro-batch, whose operations are timed.
         world: the ranks of the job.
         dtype: the dtype of gradients and parameters if it is not fp32.
         device: "cpu" or "cuda".
@@ -126,7 +126,7 @@ def rates_here(
             {} if given.flops is not None else rehearsal.operations,
             dtype=dtype,
             ranks=world.ranks,
-            # A rank has as many threads as `paramserver launch` gives it.
+            # In the probe each rank has as many threads as `paramserver launch` gives it in training.
             threads=max(1, processors // world.ranks),
             directory=None if {"nvme_read", "nvme_write"} <= given.rates.keys() else directory,
             device=device,
@@ -137,7 +137,8 @@ def rates_here(
     def compute_seconds(other: Rehearsal) -> float:
         if given.flops is not None:
             return other.flops / given.flops
-        # A micro-batch of another size or precision is assumed to run at the same floating-point operations per second.
+        # A micro-batch of another size or precision than the measured one is assumed to run at the same floating-point
+        # operations per second.
         return seconds * (other.flops / rehearsal.flops if rehearsal.flops else 1.0)
 
     rates = replace(measured, **given.rates)
@@ -152,7 +153,7 @@ def rates_here(
 
 
 def _missing_rates(given: GivenRates, world: World, device: str) -> list[str]:
-    """Return the names of the rates that a plan needs and that are not given, as those of options."""
+    """Return the names of the rates that a plan needs and that no option gives, for example "nvme_read" or "flops"."""
     needed = {"nvme_read", "nvme_write"}
     needed |= {"device_link"} if device == "cuda" else set()
     needed |= {"collective"} if world.size > 1 else set()

@@ -1,6 +1,6 @@
-"""The layout of a planned job: units, flat groups and their placement, made on the meta device by the training code.
+"""The layout of a planned job, made on the meta device by the training code: units, flat groups, placement.
 
-This module owns the bytes that follow from the layout alone, which are exact. It must never estimate.
+This module computes the figures that follow from the layout alone, so they are exact. It must never estimate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ranks of a job: `ranks` on each of `nodes` nodes, each of which has one store."""
+    """The ranks of a job: `ranks` ranks on each of `nodes` nodes. Each node has one store."""
 
     ranks: int
     nodes: int = 1
@@ -51,7 +51,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """A flat group of rank 0 and its placement."""
+    """A flat group, as rank 0 has it, and the homes that the config gives its parameters, gradient and states."""
 
     group: FlatGroup
     placement: GroupPlacement
@@ -59,13 +59,13 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedUnit:
-    """A unit.
+    """A unit of the planned model, with its flat groups.
 
     Attributes:
-        fqn: its name; "" is the root.
-        groups: its groups.
-        is_tile: whether it is a tile of a parameter.
-        uses: the number of modules that compute with it; several for a tile of a tied weight.
+        fqn: the unit's name; "" is the root.
+        groups: the unit's flat groups.
+        is_tile: whether the unit is a tile of a parameter.
+        uses: the number of modules that compute with the unit; it is above 1 for a tile of a tied weight.
     """
 
     fqn: str
@@ -75,17 +75,17 @@ class PlannedUnit:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the unit's flat buffers while it is gathered."""
+        """The bytes that the unit's flat buffers take while the unit is gathered."""
         return sum(planned.group.whole_bytes for planned in self.groups)
 
     @property
     def first_index(self) -> int:
-        """The number of its first parameter in the model's order; -1 if it has none."""
+        """The index of the unit's first parameter in the model's order; -1 if the unit has no parameter."""
         return min((p.index for planned in self.groups for p in planned.group.parameters), default=-1)
 
     @property
     def first_trained(self) -> int | None:
-        """The number of its first parameter that is trained, in the model's order; None if it has none."""
+        """The index of the unit's first trained parameter in the model's order; None if it has none."""
         trained = [p.index for planned in self.groups if planned.group.trainable for p in planned.group.parameters]
         return min(trained, default=None)
 
@@ -99,7 +99,8 @@ class Layout:
         units: the units, the root first.
         buffer_bytes: the bytes of the model's buffers, which each rank has on its device.
         request: the request with which a rank of the first node would open the job.
-        declared: the shard groups of all ranks of the first node, and those of their large buffers.
+        declared: the shard groups that the ranks of the first node would register, those of their large buffers
+            included.
     """
 
     world: World
@@ -111,25 +112,25 @@ class Layout:
 
     @property
     def groups(self) -> list[PlannedGroup]:
-        """All groups, in forward order."""
+        """The flat groups of all units, in the order in which a forward uses the units."""
         return list(chain.from_iterable(unit.groups for unit in self.units))
 
     @property
     def residence(self) -> Residence:
-        """The residence of the groups: which part of each group a rank keeps."""
+        """Whether each rank keeps a partition of each group (SHARDED), or the whole group (REPLICATED)."""
         return self.groups[0].placement.residence
 
     def rank_bytes(self) -> dict[str, dict[str, int]]:
-        """Return one rank's bytes by home of parameters, gradients and optimizer, as `engine.placement()` does."""
+        """Return one rank's bytes of parameters, gradients and optimizer by home, as `engine.placement()` does."""
         return placement_bytes(self.groups)
 
     def store_need(self, find_need: FindNeed, host_budget: int, boundaries: Sequence[int] = ()) -> StoreNeed:
-        """Return the bytes that the job takes of the first node's store, if the store has this host budget (bytes).
+        """Return the bytes that the job takes in the first node's store.
 
         Args:
-            find_need: the store's rule.
-            host_budget: the bytes of the host budget.
-            boundaries: the bytes of the boundaries that a rank moves to the store in a forward; see Rehearsal.
+            find_need: the daemon's function that computes the bytes that a job takes.
+            host_budget: the bytes of the store's host budget.
+            boundaries: the bytes of each boundary that a rank moves to the store in a forward; see Rehearsal.
 
         Raises:
             ConfigError: the store would refuse the job.
@@ -213,13 +214,15 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
 
 
 def _slabs_of_buffers(model: nn.Module, parameters: Sequence[ModelParameter]) -> list[int]:
-    """Return the elements of a rank's slab of the buffers for which a commit has no room; empty without such buffers.
+    """Return the elements of a rank's slab of large buffers, as a list of one number; [] if there are none.
 
-    training/run/job.py finds them in the same way.
+    Large buffers are those that do not fit into the client state of a commit. training/run/job.py chooses them in the
+    same way.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     left_out = PlainState(model, parameters).to_commit()["left_out"]
-    # The buffers of a plan have no values, which can be stored or not like those of an empty one.
+    # Whether a buffer can be stored depends only on its dtype. The buffers of a plan have no values, so an empty tensor
+    # is tested in their place.
     large = {
         name: buffers[name]
         for name in left_out
@@ -229,7 +232,7 @@ def _slabs_of_buffers(model: nn.Module, parameters: Sequence[ModelParameter]) ->
 
 
 def gathers_one_sided(layout: Layout, config: TrainingConfig, *, is_cpu: bool) -> bool:
-    """Return whether each rank reads the partitions of all ranks in its store's memory; see `is_one_sided`.
+    """Return whether each rank reads all ranks' partitions from its store's memory; see `is_one_sided`.
 
     It can raise ConfigError.
     """

@@ -1,6 +1,6 @@
-"""The machine of a plan: its capacities and rates, which are given, published, or measured by the probe.
+"""The records of a machine's capacities and rates, which are given, published, or measured by the probe.
 
-This module owns these records. It must never measure.
+This module must never measure a rate.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class Rates:
     Attributes:
         copy: bytes that one thread copies in host memory.
         device_link: bytes that pass between host memory and one rank's device, one way.
-        nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, if it does nothing else.
-        nvme_both: bytes each way, if it reads and writes the same number of bytes at the same time.
+        nvme_read, nvme_write: bytes that the node's NVMe reads, or writes, if it does only one of the two.
+        nvme_both: bytes that the node's NVMe reads, while it writes the same number of bytes at the same time.
         update: elements that the optimizer threads of the store update together with AdamW.
-        device_update: elements that a rank updates with AdamW on its device, or on all its threads; None: not known.
+        device_update: elements that a rank updates with AdamW on its GPU or, on the CPU, on all its threads; None: not
+            known.
         collective: bytes of a whole buffer that a rank gathers from all ranks; None: there is one rank.
         host_memory: bytes that the node's host memory reads and writes together; None: not known.
     """
@@ -45,12 +46,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRates:
-    """All rates of a plan.
+    """The rates by which a plan computes the time of a step, and where they are from.
 
     Attributes:
-        of: returns the rates of a node of a world while all its ranks work.
+        of: returns the rates of each node, while all its ranks work, for a job on the ranks and nodes of a World.
         compute_seconds: returns the seconds of forward and backward of a rehearsed micro-batch on one rank.
-        rates_from, compute_from: two phrases that say where these are from.
+        rates_from, compute_from: phrases for the output, which say where the rates and the compute time are from.
     """
 
     of: Callable[[World], Rates]
@@ -61,7 +62,7 @@ class KnownRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
-    """The bytes that a machine has for a job.
+    """The bytes of memory and disk that a machine has for a job.
 
     Attributes:
         device: the bytes of one rank's device; on the CPU, a rank's share of host memory.
@@ -77,7 +78,7 @@ class Capacities:
 
 
 def shared_rate(read: float, write: float) -> float:
-    """Return the rate each way of devices that read and write as many bytes at once, and divide their time for it."""
+    """Return the rate at which a device reads while it writes as many bytes, if it does one of both at a time."""
     return 1 / (1 / read + 1 / write)
 
 
@@ -93,7 +94,7 @@ def capacities_here(directory: Path, ranks: int) -> Capacities:
 
 
 def _can_be_seen(path: Path) -> bool:
-    """Return whether this user sees that there is a file or a directory at `path`."""
+    """Return whether this user has the permission to see that a file or directory exists at `path`."""
     try:
         return path.exists()
     except OSError:

@@ -1,7 +1,7 @@
 """The memory and disk of a planned job: the bytes that each rank, the store and its tiers hold, and whether they fit.
 
-Each line says whether it is exact, because it follows from the layout, or estimated, and why. This module must never
-print.
+Each line says whether its figure is exact, because it follows from the layout, or estimated, and why. This module must
+never print.
 """
 
 from __future__ import annotations
@@ -23,24 +23,31 @@ from trainer_client.training.step.gradients import ReductionSchedule
 from trainer_client.training.step.recall_depth import MOST_LEAVING, MOST_STAYING
 
 MIB = 1 << 20
-# The bytes that a rank and a daemon take before there is a job. The daemon's are the limits that docs/daemon.md states;
-# a rank's are an allowance for Python, torch and transformers.
+# The bytes of host memory that a rank and a daemon take before there is a job. The figures of the daemon are the limits
+# that docs/daemon.md states. The figures of a rank are an allowance for Python, torch and transformers.
 RANK_BYTES = {"cpu": 480 * MIB, "cuda": 1536 * MIB}
 DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
 # An allowance for the memory that a rank's libraries take besides RANK_BYTES, once the modules of the model are
-# imported: 10 MiB that a model of 130,000 parameters takes (6 in stage 0, 14 in stage 1, mostly gRPC's buffers), and 35
-# MiB more that the threads of matrix products keep for larger models. Both were measured on 2 cores with bf16
+# imported: 10 MiB, as with a model of 130,000 parameters (6 MiB in stage 0, 14 MiB in stage 1, mostly gRPC's buffers),
+# and 35 MiB that the threads of matrix products keep with larger models. Both were measured on 2 cores with bf16
 # instructions.
 RANK_ALLOWANCE = 45 * MIB
-# gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. It is not
-# known how many of these copies the heap keeps. Two copies, one for each thread of gloo, agree best with three measured
-# jobs (docs/plan.md).
+# gloo makes a copy in each collective: of the input of a reduction, and of the result of a gather. It is not known how
+# many of these copies the heap keeps after they are freed. Two copies, one for each thread of gloo, agree best with
+# three measured jobs (docs/plan.md).
 COLLECTIVE_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Bytes of one thing, and where the figure is from."""
+    """A line of the table of a rank's memory.
+
+    Attributes:
+        what: the name of what takes the bytes, for example "gathered units".
+        nbytes: the number of bytes.
+        is_exact: whether the number follows from the layout. If false, it is estimated.
+        why: how the number was found, for people.
+    """
 
     what: str
     nbytes: int
@@ -54,8 +61,8 @@ class Shortage:
 
     Attributes:
         what: the name of the capacity in the tables.
-        needed, present: the bytes that the job needs, and the bytes that there are.
-        key: the config key that has to be raised; None: the machine is too small.
+        needed, present: the bytes that the job needs, and the bytes of the capacity or budget.
+        key: the config key whose value has to be raised; None: the machine is too small.
     """
 
     what: str
@@ -66,7 +73,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The bytes of a job.
+    """The bytes that a job takes in each memory and on NVMe.
 
     Attributes:
         rank: the bytes that one rank's device holds at the worst moment of a step; on the CPU, the rank's private
@@ -74,7 +81,7 @@ class MemoryPlan:
         store: the bytes that the store of one node takes.
         host_budget, nvme_budget: the store's budgets.
         boundaries: the bytes of each boundary that a rank moves to the store in a forward, oldest first.
-        rank_host_bytes: host memory of one rank that is not on its device.
+        rank_host_bytes: the bytes of host memory that one rank takes besides those in `rank`.
         device: "cpu" or "cuda".
     """
 
@@ -88,16 +95,16 @@ class MemoryPlan:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes of one rank's device."""
+        """The bytes that one rank's device holds at the worst moment of a step: the sum of the lines in `rank`."""
         return sum(line.nbytes for line in self.rank)
 
     @property
     def free_host_budget(self) -> int:
-        """Bytes of the host budget that nothing but copies takes, which the store can evict."""
+        """Bytes of the host budget that are free for host copies, which the store can evict."""
         return max(0, self.host_budget - self.store.host_bytes - self.store.boundary_host_bytes)
 
     def node_host_bytes(self, ranks: int) -> int:
-        """Return the host memory of a node: its ranks and its store daemon."""
+        """Return the bytes of host memory that the ranks and the store daemon of a node take."""
         own = self.rank_host_bytes + (self.rank_bytes if self.device == "cpu" else 0)
         return ranks * own + self.host_budget + DAEMON_BYTES[self.device]
 
@@ -134,7 +141,10 @@ def plan_memory(
     copies: PlannedCopies = NO_COPIES,
     micro_batches: int = 1,
 ) -> MemoryPlan:
-    """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda", with `micro_batches` in a step."""
+    """Return the bytes that a job takes if its ranks compute on `device` ("cpu" or "cuda").
+
+    A step of the job has `micro_batches` micro-batches.
+    """
     kept = _kept_gradients(layout, config)
     rule = gradient_rule(layout, config, kept if device == "cpu" else {}, device=device, micro_batches=micro_batches)
     lines = [
@@ -161,7 +171,7 @@ def plan_memory(
 
 
 def _lines_of_states(layout: Layout, copies: PlannedCopies) -> list[Line]:
-    """Return the bytes of a rank's device that are there all the time, and those of updates."""
+    """Return the lines of a rank's memory table for states and copies that stay during a step, and for updates."""
     homes = layout.rank_bytes()
     on_device = Home.DEVICE.value
     return [
@@ -181,9 +191,10 @@ def _lines_of_states(layout: Layout, copies: PlannedCopies) -> list[Line]:
 def _lines_of_gradients(
     layout: Layout, rule: GradientRule, rehearsal: Rehearsal, *, device: str, micro_batches: int
 ) -> list[Line]:
-    """Return the bytes of activations, their boundaries and gradients on a rank's device."""
+    """Return the lines of a rank's memory table for activations, boundaries of checkpoints, and gradients."""
     is_cpu = device == "cpu"
-    # From the second micro-batch on, the sums of all groups are there from the start of the forward.
+    # From the second micro-batch on, the gradient sums of all groups are on the device from the start of the forward.
+    # So the plan counts these sums apart, and not in the peak of the rehearsed pass.
     sums = _staying(rule) if micro_batches > 1 else 0
     return [
         Line(
@@ -215,7 +226,7 @@ def _lines_of_gradients(
 
 
 def _lines_of_units(layout: Layout, config: TrainingConfig, rehearsal: Rehearsal, *, is_cpu: bool) -> list[Line]:
-    """Return the bytes of a rank's device that gathered units take, and those of collectives."""
+    """Return the lines of a rank's memory table for gathered units, staging slots and collectives."""
     one_sided = gathers_one_sided(layout, config, is_cpu=is_cpu)
     gathered, gathered_why = _gathered(
         layout,
@@ -242,13 +253,16 @@ def _lines_of_units(layout: Layout, config: TrainingConfig, rehearsal: Rehearsal
 
 
 def _staying(rule: GradientRule) -> int:
-    """Return the bytes of gradients that are on the device between two micro-batches."""
+    """Return the bytes of the sums of gradients that stay on the device between two micro-batches of a step."""
     whole = 0 if rule.is_reduced_at_once else sum(rule.full_bytes.values())
     return sum(rule.partition_bytes.values()) + whole
 
 
 def _without_staying(rule: GradientRule) -> GradientRule:
-    """Return the rule without the bytes that `_staying` counts."""
+    """Return the rule without the sums of gradients that stay on the device between two micro-batches.
+
+    These sums are counted in a line of their own, so the peak of a rehearsed micro-batch is computed without them.
+    """
     none = dict.fromkeys(rule.full_bytes, 0)
     return replace(rule, partition_bytes=none, full_bytes=rule.full_bytes if rule.is_reduced_at_once else none)
 
@@ -258,15 +272,15 @@ def gradient_rule(
 ) -> GradientRule:
     """Return the rule that gives the bytes of gradients on a rank's device during backward.
 
-    It is that of training/step/gradients.py. On a GPU, a gradient whose home is the store is summed up on the device.
-    It leaves as soon as it is complete, or, with several micro-batches, in the last one.
+    The rule follows training/step/gradients.py. On a GPU, a gradient whose home is the store is summed up on the
+    device. The gradient leaves the device when it is complete, which with several micro-batches is in the last one.
     """
     several = layout.world.size > 1
     # In a step with one backward pass, each unit's gradients are reduced and freed before the pass goes on, with either
-    # ReductionSchedule. On the CPU this saves little memory, because glibc's heap keeps what is freed. So there the
-    # plan counts the whole gradients of all units with BOUNDARY, as at stage 1. Two jobs of two ranks were measured: a
-    # rank took 469 MiB at stage 1, for which the plan had 466, and 455 MiB at stage 2, for which a plan without these
-    # gradients had only 394.
+    # ReductionSchedule. On the CPU this saves little memory, because glibc's heap keeps what is freed. So on the CPU,
+    # with ReductionSchedule.BOUNDARY, the plan counts the whole gradients of all units, as at stage 1. Two jobs of two
+    # ranks were measured: a rank took 469 MiB at stage 1, for which the plan had 466, and 455 MiB at stage 2, for which
+    # a plan without these gradients had only 394.
     frees_in_only_pass = micro_batches == 1 and device != "cpu"
     at_once = ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several or frees_in_only_pass
     group_of: dict[str, str] = {}
@@ -277,8 +291,8 @@ def gradient_rule(
         group = planned.group
         if not group.trainable:
             continue
-        # The rehearsal knows no tiles. A parameter's gradient counts for the group of its first tile, with the parts of
-        # all tiles.
+        # The rehearsal does not divide parameters into tiles. So the gradient of a whole parameter is counted for the
+        # group of its first tile, and the parts of all its tiles are added up there.
         for parameter in group.parameters:
             group_of.setdefault(parameter.fqn, group.name)
         name = group_of[group.parameters[0].fqn]
@@ -299,7 +313,10 @@ def gradient_rule(
 
 
 def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
-    """Return the bytes of the copies that client/transport/journal.py keeps, by group."""
+    """Return, by group, the bytes of the copies of gradients that the client's journal keeps.
+
+    client/transport/journal.py keeps them for a daemon that is restarted.
+    """
     section = config.paramserver
     copies = {
         planned.group.name: planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
@@ -314,9 +331,10 @@ def _gathered(layout: Layout, *, maps: bool, reruns: bool, most_elements: int) -
     """Return the bytes of the units that are gathered at once, and a text that says why.
 
     Args:
-        maps: whether ranks map what is in their store's memory.
-        reruns: whether a unit runs again while the one behind it is gathered for its backward.
-        most_elements: how many gathered elements may stay although no unit needs them now.
+        maps: whether ranks map parameters in their store's memory, so that they take no memory of their own.
+        reruns: whether a unit's forward runs again, to compute a boundary, while the next unit is gathered for its
+            backward.
+        most_elements: the most elements that may stay gathered although no forward or backward needs them.
     """
     if layout.residence is not Residence.SHARDED:
         return 0, ""
@@ -341,7 +359,7 @@ def _gathered(layout: Layout, *, maps: bool, reruns: bool, most_elements: int) -
 def _largest_in_a_slot(layout: Layout, *, one_sided: bool) -> int:
     """Return the most bytes that pass through a staging slot of an accelerator at once.
 
-    base/lanes/device_lanes.py has the slots.
+    base/lanes/device_lanes.py implements the slots.
     """
     alone = layout.world.size == 1
     passing = [
@@ -354,7 +372,7 @@ def _largest_in_a_slot(layout: Layout, *, one_sided: bool) -> int:
 
 
 def _leaving_gradients(layout: Layout) -> int:
-    """Return the bytes of the gradients that an accelerator still holds while they are copied to the store."""
+    """Return the bytes of gradients that an accelerator holds at most while they are copied to the store."""
     leaving = sorted(
         planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
         for planned in layout.groups
@@ -364,9 +382,10 @@ def _leaving_gradients(layout: Layout) -> int:
 
 
 def _collective_buffers(layout: Layout, *, one_sided: bool, is_cpu: bool) -> int:
-    """Return the bytes of a copy of the largest gradient in the dtype of its reduction, if that is another one.
+    """Return the bytes that collectives take: a copy of the largest gradient that is reduced in another dtype.
 
-    On the CPU, those that gloo's threads keep are added: for reductions, and for gathers unless these are `one_sided`.
+    On the CPU, the copies that gloo's threads keep are added: of the largest reduction, and of the largest gather
+    unless the parameters are gathered `one_sided`.
     """
     if layout.world.size == 1:
         return 0
@@ -384,11 +403,11 @@ def _collective_buffers(layout: Layout, *, one_sided: bool, is_cpu: bool) -> int
 
 
 def _update_bytes(layout: Layout) -> int:
-    """Return the bytes that the updates on the device take besides the states there (see training/step/updates.py).
+    """Return the bytes that updates on the device take besides the states (see training/step/updates.py).
 
-    In the largest update these are an fp32 copy of the gradient if that has another type and, if the states are
-    replicated, the whole gradient, which is gathered from all ranks. New parameters whose home is the store stay until
-    those of all groups are handed over.
+    The largest update takes an fp32 copy of its gradient, if the gradient has another dtype. If the states are
+    replicated, it also takes the whole gradient, which is gathered from all ranks. Added to this are all new parameters
+    whose home is the store, because they stay on the device until the parameters of all groups are handed over.
     """
     most = new = 0
     for planned in layout.groups:

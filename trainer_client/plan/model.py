@@ -19,7 +19,7 @@ from trainer_client.errors import ConfigError
 
 
 def find_builder(source: str) -> Callable[[], nn.Module]:
-    """Return a function that builds the model: on the meta device, or under the mode that the caller has entered.
+    """Return a function that builds the model on the default device, which `build` sets to the meta device.
 
     Args:
         source: a config.json of Hugging Face, a directory with one, or MODULE:CALLABLE. The callable, which may be a
@@ -50,7 +50,8 @@ def import_named(source: str) -> Any:
     module, _, name = source.partition(":")
     if not module or not name:
         raise ConfigError(f"{source!r} names no object of a module: write MODULE:CALLABLE, as in train:build")
-    # The console script does not look for modules in the working directory.
+    # A console script has no entry "" in sys.path, so Python would not look for modules in the working directory. So
+    # the entry is added.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -68,7 +69,7 @@ def import_named(source: str) -> Any:
 
 
 def build(builder: Callable[[], nn.Module], mode: AbstractContextManager[Any] | None = None) -> nn.Module:
-    """Return the model, on the meta device unless `mode` says otherwise.
+    """Return the model, built on the meta device or, if `mode` is given, within that context.
 
     Raises:
         ConfigError: the builder fails.

@@ -1,4 +1,4 @@
-"""The arguments with which a planned model is run: a language model's, or those that a function of the user makes.
+"""The arguments of forward for a rehearsal: a language model's, or those that a function of the user returns.
 
 This module must never run the model.
 """
@@ -18,10 +18,10 @@ Batch = Callable[[int, int], Mapping[str, torch.Tensor]]
 
 
 def make_batch(model: nn.Module, inputs: str | None) -> Batch:
-    """Return the function that makes the arguments of forward.
+    """Return a function of (samples, tokens) that makes the arguments for a rehearsed forward of the model.
 
     Args:
-        inputs: MODULE:CALLABLE, or None for a language model.
+        inputs: MODULE:CALLABLE, the user's function of (samples, tokens); None for a language model.
 
     Raises:
         ConfigError: there is no such function, or the model takes other arguments than input_ids and labels.
@@ -44,7 +44,8 @@ def make_batch(model: nn.Module, inputs: str | None) -> Batch:
     words = getattr(getattr(model, "config", None), "vocab_size", 1)
 
     def language(samples: int, tokens: int) -> Mapping[str, torch.Tensor]:
-        # The rows of an embedding that a pass reads and adds to are different ones, as in training.
+        # The tokens of a planned input differ from one another, so that a pass reads many rows of an embedding, as in
+        # training.
         ids = torch.arange(samples * tokens).reshape(samples, tokens) % words
         return {"input_ids": ids, "labels": ids}
 
@@ -52,7 +53,7 @@ def make_batch(model: nn.Module, inputs: str | None) -> Batch:
 
 
 def _made(function: Batch, inputs: str, samples: int, tokens: int) -> Mapping[str, torch.Tensor]:
-    """Return what the user's function makes. It can raise ConfigError."""
+    """Return the arguments of forward that the user's function returns. It can raise ConfigError."""
     try:
         made = function(samples, tokens)
     except Exception as error:

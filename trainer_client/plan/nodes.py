@@ -1,7 +1,7 @@
 """Nodes with GPUs by name: their capacities and rates, as published or as measured on such machines.
 
-A plan for such a node needs neither the node nor a probe. This module owns the figures with their sources; docs/plan.md
-names them, too. It must never measure.
+A plan for such a node needs neither the node nor a probe. This module has the figures; docs/plan.md names their
+sources. It must never measure.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from trainer_client.plan.layout import World
 from trainer_client.plan.machine import Capacities, Rates, shared_rate
 
 GB = 1e9
-# The elements that one thread of a daemon updates in a second with AdamW, as measured on the machine of an H200.
+# The elements that one thread of a daemon updates in a second with AdamW, as measured on a machine with an H200 GPU.
 _STORE_UPDATE = 0.41e9
-# The bytes of an element that an update of AdamW moves in memory: three fp32 states are read and written, a gradient of
-# 16 bits is read and a parameter of 16 bits is written.
+# The bytes that an update of AdamW moves in memory for each element: three fp32 states are read and written, a gradient
+# of 16 bits is read and a parameter of 16 bits is written.
 UPDATE_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node as its makers publish it; rates are bytes per second, one way.
+    """A node with its published figures; rates are bytes per second in one direction.
 
     Attributes:
         gpus: number of GPUs, each with a rank and a network interface.
-        hbm, hbm_rate: bytes of one GPU's memory, and its rate.
+        hbm, hbm_rate: bytes of one GPU's memory, and the rate of that memory.
         flops: floating-point operations in bf16 that a GPU has reached in training, per second.
         device_link: rate between host memory and one GPU, as measured on such machines.
-        gpu_link: peak between one GPU and the others of the node.
-        network: rate that collectives were seen to reach on one network interface.
-        host_memory, host_rate: bytes of host memory, and its peak rate.
+        gpu_link: peak rate between one GPU and the other GPUs of the node.
+        network: rate that collectives have reached on one network interface.
+        host_memory, host_rate: bytes of host memory, and the peak rate of that memory.
         update: the most elements in a second that 16 threads of a store were measured to update on such a machine.
         devices: number of NVMe devices; `device_bytes`, `device_read`, `device_write` are of one of them.
     """
@@ -53,7 +53,7 @@ class Node:
     device_write: float
 
     def rates(self, world: World, optimizer_threads: int) -> Rates:
-        """Return the rates of a node whose store has this number of optimizer threads."""
+        """Return the node's rates for a job on the ranks of `world`, if its store has this many optimizer threads."""
         read, write = self.devices * self.device_read, self.devices * self.device_write
         return Rates(
             copy=10 * GB,
@@ -68,14 +68,15 @@ class Node:
         )
 
     def capacities(self) -> Capacities:
-        """Return the bytes that the node has for a job."""
+        """Return the bytes of GPU memory, host memory and NVMe that the node has for a job."""
         return Capacities(device=self.hbm, host=self.host_memory, nvme=self.devices * self.device_bytes, is_cpu=False)
 
     def collective_rate(self, world: World) -> float | None:
         """Return the bytes of a whole buffer that a rank gathers from all ranks in a second.
 
-        Each GPU receives all parts but its own over the links of its node. Each node receives all parts but its own
-        over the network, through the interfaces of all its GPUs. Both happen at once, so the slower one counts.
+        Each GPU receives all parts but its own over the GPU links of its node. Each node receives the parts of other
+        nodes over the network, through the interfaces of all its GPUs. Both transfers run at the same time, so the
+        slower one counts.
         """
         if world.size == 1:
             return None
@@ -102,7 +103,7 @@ _H100 = Node(
 )
 NODES: Mapping[str, Node] = {
     "h100x8": _H100,
-    # The same node with other GPUs, whose processors are those of the H100.
+    # A node like h100x8 with H200 GPUs, which have more memory than H100 GPUs and compute at the same rate.
     "h200x8": replace(_H100, hbm=int(141 * GB), hbm_rate=4800 * GB, update=2.2e9),
 }
 
@@ -111,7 +112,7 @@ def find_node(name: str) -> Node:
     """Return the node of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no node of this name.
     """
     if name not in NODES:
         raise ConfigError(f"--node {name}: known are {', '.join(NODES)}; for others give their rates as options")

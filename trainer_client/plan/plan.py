@@ -1,6 +1,6 @@
 """A plan of a job: its layout, memory and bounds of a step for one config, and similar configs that fit or are faster.
 
-This module owns the order in which these are computed. It must never measure or print.
+This module calls the others of this package in their order. It must never measure or print.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from trainer_client.plan.step_time import StepTime, find_traffic, predict
 from trainer_client.training.step.precision import PrecisionPolicy
 
 Raw = Mapping[str, Any]
-# A suggested budget is larger than the need by this factor, because a job needs more in some steps than in others.
+# A suggested NVMe budget is larger than the planned need by this factor, because a job needs more in some steps than in
+# others.
 _SPARE = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """The job that is planned, and the machine that it is planned for.
+    """The job that is planned, and the machine on which it is to run.
 
     Attributes:
         build: returns the model without memory.
-        rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own), with the rule
-            by which boundaries of activation checkpoints leave the device (None: they stay), and under autocast in
-            another dtype (None: without it).
+        rehearse: returns the rehearsal of a micro-batch. Its arguments are the number of samples, the dtype of the
+            parameters (None: the model's own), the rule by which boundaries of activation checkpoints leave the device
+            (None: they stay), and the dtype of autocast (None: without autocast).
         world: the ranks and nodes of the job.
         capacities: the bytes that one rank and one node have.
         rates: the rates of the machine.
         sequence: the number of tokens of one sample.
         device: "cpu" or "cuda".
-        find_need, find_hits: the store's figures, which only the daemon's side can compute.
+        find_need, find_hits: the daemon's functions for the bytes that a job takes in a store, and for the reads that
+            device copies serve. The client's packages cannot import them, so the caller passes them.
     """
 
     build: Callable[[], nn.Module]
@@ -64,7 +66,10 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A config with its layout, memory and bounds of a step. `settings` has the config's values, with defaults."""
+    """A plan for one config: the job's layout, the memory that it takes, and the bounds of a step's time.
+
+    `config` is the config as the user would write it, and `settings` has all of its values, with the defaults.
+    """
 
     config: Raw
     settings: TrainingConfig
@@ -78,7 +83,7 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters that ranks compute with; None if it is the model's own."""
+        """The dtype of the parameters with which ranks compute; None if it is the model's own."""
         return PrecisionPolicy.of(self.settings).compute_dtype
 
     @property
@@ -89,14 +94,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change of a config that makes the job fit."""
+    """A change of a config that makes the job fit: what is changed, and the plan with the changed config."""
 
     what: str
     plan: Plan
 
 
 def plan(job: PlannedJob, raw: Raw, world: World | None = None) -> Plan:
-    """Return the plan of a config.
+    """Return the plan of a job with a config: its layout, its memory, and the bounds of a step's time.
 
     Raises:
         ConfigError: the config or the model would be refused.
@@ -139,9 +144,10 @@ def plan(job: PlannedJob, raw: Raw, world: World | None = None) -> Plan:
 
 
 def smallest_change(job: PlannedJob, failing: Plan) -> Suggestion | None:
-    """Return the first change of a config that makes the job fit; None if none of the changes that are tried does.
+    """Return the first change of a config that makes the job fit; None if no change that is tried does so.
 
-    Fewer changed keys come first: budgets, then one placement, then the stage, smaller micro-batches, more ranks.
+    Changes of fewer keys are tried first: budgets, then one placement, then the stage, smaller micro-batches, and at
+    last more nodes.
     """
     for what, raw, world in _changes(failing):
         try:
@@ -156,9 +162,9 @@ def smallest_change(job: PlannedJob, failing: Plan) -> Suggestion | None:
 def best_placement(job: PlannedJob, raw: Raw) -> Plan | None:
     """Return the plan with the shortest step of all placements, at all stages, that fit; None if none fits.
 
-    The middle between the two bounds of the step is compared. By the lower bound alone, all placements would be equal
-    whose computation takes longest, however many bytes they move beside it. If the steps of several placements take
-    equally long, the one with the least host memory is chosen.
+    Placements are compared by the mean of the lower and the upper bound of the step's seconds. The lower bound is the
+    time of the slowest resource. If that is the computation, it is the same for all placements, however many bytes they
+    move. If the means of several placements are equal, the placement with the least host memory is chosen.
     """
     fitting = []
     for stage, parameters, optimizer in _placements():
@@ -177,15 +183,16 @@ def best_placement(job: PlannedJob, raw: Raw) -> Plan | None:
 
 
 def with_budgets(job: PlannedJob, tried: Plan) -> Plan:
-    """Return the plan with budgets of the store that the job needs, as far as the machine has them.
+    """Return the plan with the budgets of the store that the job needs, as far as the machine has room.
 
-    The host budget has room for all gradients of a step, for all parameters that pass through host memory, and for the
-    boundaries of checkpoints, if the machine has it.
+    If the machine has enough host memory, the host budget has room for all gradients of a step, for all parameters that
+    pass through host memory, and for the boundaries of activation checkpoints.
     """
     need, memory = tried.memory.store, tried.memory
     ranks = tried.world.ranks
     left = job.capacities.host - (memory.node_host_bytes(ranks) - memory.host_budget)
-    # Boundaries stay in host memory if they take at most half of what the rest of a step leaves there.
+    # The bytes of boundaries count twice, because the store keeps boundaries in host memory only if they take at most
+    # half of the room that the rest of a step leaves.
     wanted = _mebibytes(need.ample_host_budget + need.passing_bytes + 2 * need.boundary_bytes)
     host = max(_mebibytes(need.least_host_budget), min(wanted, left // MIB * MIB))
     raw = copy.deepcopy(dict(tried.config))
@@ -197,7 +204,7 @@ def with_budgets(job: PlannedJob, tried: Plan) -> Plan:
 
 
 def placed(raw: Raw, stage: int, parameters: str, optimizer: str) -> dict[str, Any]:
-    """Return a config with another stage and other homes, written as `paramserver.placement`."""
+    """Return a copy of a config with another stage, and with other homes in `paramserver.placement`."""
     changed = copy.deepcopy(dict(raw))
     zero = dict(changed.get("zero_optimization", {}))
     paths = [zero.pop(key, {}).get("nvme_path") for key in ("offload_param", "offload_optimizer") if zero.get(key)]
@@ -239,7 +246,8 @@ def _changes(failing: Plan) -> Iterator[tuple[str, Raw, World]]:
         smaller["gradient_accumulation_steps"] = failing.batch.micro * failing.batch.accumulation
         smaller.pop("train_batch_size", None)
         yield "stage 3 with everything on nvme, and micro-batches of one sample", smaller, world
-    # The ranks of more nodes take as many samples each, so a step has more of them.
+    # With more nodes, each rank still has the same number of samples, so a step has more samples. So the config for
+    # more nodes is without `train_batch_size`.
     each = {key: value for key, value in raw.items() if key != "train_batch_size"}
     each["train_micro_batch_size_per_gpu"] = failing.batch.micro
     each["gradient_accumulation_steps"] = failing.batch.accumulation
@@ -250,5 +258,5 @@ def _changes(failing: Plan) -> Iterator[tuple[str, Raw, World]]:
 
 
 def _mebibytes(nbytes: int) -> int:
-    """Return the bytes rounded up to whole MiB."""
+    """Return `nbytes`, rounded up to whole MiB, as the value of a budget in a config."""
     return -(-nbytes // MIB) * MIB

@@ -1,4 +1,4 @@
-"""A plan as JSON and as tables for a terminal. This module owns the words of the output.
+"""A plan as JSON and as tables for a terminal. This module has the words of the output.
 
 It must never compute a figure.
 """
@@ -54,7 +54,7 @@ def _assumptions(job: PlannedJob, plan: Plan) -> list[str]:
 
 
 def _about_boundaries(plan: Plan) -> list[str]:
-    """Return the assumptions about boundaries of activation checkpoints, if the config moves them to the store."""
+    """Return the assumptions about boundaries of activation checkpoints; [] if all boundaries stay on the device."""
     if not plan.settings.offloads_activations:
         return []
     smallest = int(plan.settings.paramserver.activations.smallest)
@@ -86,7 +86,7 @@ def _about_boundaries(plan: Plan) -> list[str]:
 
 
 def to_dict(job: PlannedJob, plan: Plan, change: Suggestion | None, best: Plan | None) -> dict[str, Any]:
-    """Return all figures of a plan as types that JSON has."""
+    """Return all figures of a plan as a dict that can be written as JSON."""
     memory, ranks = plan.memory, plan.world.ranks
     return {
         "parameters": plan.layout.parameters,
@@ -129,7 +129,7 @@ def _bounds(plan: Plan) -> dict[str, float]:
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """Print a plan, which is the object that `to_dict` returns."""
+    """Print a plan, given as the dict that `to_dict` returns."""
     world, step = found["world"], found["step"]
     console.print(
         f"{found['parameters'] / 1e6:,.1f} M parameters; {world['ranks_per_node']} ranks on each of {world['nodes']} "

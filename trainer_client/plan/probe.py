@@ -1,7 +1,7 @@
-"""The probe: how fast this machine computes a step, moves bytes, and updates, reads and writes what a store holds.
+"""The probe, which measures how fast this machine computes a step, moves bytes, and does a store's work.
 
-This module owns the processes that it starts, and ends them. Every rate is one of all ranks working at
-once, because they share memory and processors. This module must never run while a job trains on this machine, because
+This module owns the processes that it starts, and ends them. Every rate is measured while all ranks of the node work at
+once, because they share memory and processors. The probe must never run while a job trains on this machine, because
 both would be slower.
 """
 
@@ -31,7 +31,7 @@ _COPY_BYTES = 64 << 20
 _LEAST_SECONDS = 0.05
 _LEAST_REPEATS = 2
 _MOST_REPEATS = 200
-# The collectives of _COPY_BYTES whose median is taken.
+# The number of timed collectives of _COPY_BYTES each. The rate follows from the median of their times.
 _COLLECTIVES = 3
 
 
@@ -48,14 +48,15 @@ def probe(
     """Return the rates of this machine, and the seconds of forward and backward on each rank.
 
     Args:
-        operations: the operations of one micro-batch, and how often it calls each; empty: only the rates are measured.
+        operations: the operations of one micro-batch, and how often the micro-batch calls each; empty: only the rates
+            are measured.
         dtype: the dtype of gradients and parameters if it is not fp32.
         ranks: number of ranks of this node.
         threads: threads of each rank.
-        directory: a directory on the device that is to hold the state; None: the rates of NVMe are known, and 1 stands
-            in their place.
+        directory: a directory on the NVMe device that is to hold the state; None: the rates of NVMe are not measured,
+            and 1 stands in their place.
         device: "cpu" or "cuda".
-        optimizer_threads: the daemon's key of this name.
+        optimizer_threads: the value of the daemon's key of this name.
 
     Raises:
         ConfigError: the directory cannot be written to.
@@ -96,10 +97,10 @@ def measure(
     device: str,
     port: int,
 ) -> tuple[dict[str, float], float]:
-    """Measure in this process, at the same time as the other ranks do; for the arguments see `probe`.
+    """Measure as one rank, at the same time as the processes of the other ranks. For the arguments see `probe`.
 
     Args:
-        rank: the number of this process.
+        rank: the number of this process among the ranks.
         port: the port at which the ranks meet.
 
     Returns:
@@ -128,7 +129,7 @@ def measure(
 
 
 def seconds_of(operation: RehearsedCall, device: str) -> float:
-    """Return the seconds of one call of an operation on operands with valid values."""
+    """Return the mean seconds of a call of an operation, with operands of the rehearsed shapes that it accepts."""
     namespace, name, overload = operation.name.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
@@ -155,15 +156,16 @@ def _tensor(spec: RehearsedTensor, device: str) -> torch.Tensor:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     storage = torch.zeros(elements, dtype=spec.dtype, device=device)
     if spec.dtype.is_floating_point:
-        # The values are small, because the speed of some functions depends on the size of their arguments.
+        # The values of a tensor for a measurement are small and differ from one another, because the speed of some
+        # operations depends on the values.
         storage.uniform_(-0.5, 0.5)
     return storage.as_strided(spec.shape, spec.stride)
 
 
 def _mean(call: Callable[[], object]) -> float:
-    """Return the mean seconds of a call, without the first call.
+    """Return the mean seconds of several calls. The first call is not counted, because it may be slower.
 
-    The mean includes delays by other processes, as a step's time does.
+    The mean, and not the median, is returned, because it includes delays by other processes, as a step's time does.
     """
     began = time.perf_counter()
     call()
@@ -176,7 +178,7 @@ def _mean(call: Callable[[], object]) -> float:
 
 
 def _collective_rate(rank: int, ranks: int, device: str, port: int) -> float:
-    """Return the bytes of a whole buffer that all ranks gather in a second."""
+    """Return the bytes of a whole buffer that each rank gathers from all ranks in a second."""
     dist = torch.distributed
     if device != CPU:
         torch.accelerator.set_device_index(rank)
@@ -190,14 +192,14 @@ def _collective_rate(rank: int, ranks: int, device: str, port: int) -> float:
             began = time.perf_counter()
             gather(whole, part)
             taken.append(time.perf_counter() - began)
-        # The first one is left out, as in `_mean`.
+        # The time of the first collective is not in the median, because the first one may be slower, as in `_mean`.
         return whole.nbytes / statistics.median(taken[1:])
     finally:
         dist.destroy_process_group()
 
 
 def free_port() -> int:
-    """Return a port of loopback that no process uses now."""
+    """Return a port of the loopback interface that no process uses at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

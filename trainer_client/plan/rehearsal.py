@@ -1,7 +1,8 @@
-"""The rehearsal of a step: forward and backward over tensors without memory, which yields the operations and the peak.
+"""The rehearsal of a step: forward and backward over fake tensors, which yields the operations and the peak.
 
-The model, its hooks and autograd are the real ones; only values are missing. This module owns the count of live bytes.
-It must never run an operation on real values: probe.py times the operations.
+The rehearsal runs the real model with its hooks and autograd, on torch's FakeTensors, which have no values and no
+memory. This module counts the bytes that real tensors would take. It must never run an operation on real values,
+because probe.py does so to time the operations.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from trainer_client.plan.heap import Heap
 from trainer_client.plan.model import build
 from trainer_client.training.step.precision import PrecisionPolicy, cast_floating_inputs
 
-# The number of steps after which the holes of the heap no longer change.
+# The number of steps that a plan replays in the modelled heap. After them, the holes of the heap no longer change.
 _STEPS_OF_A_HEAP = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsedTensor:
-    """A tensor of an operation: its shape, strides and dtype."""
+    """The shape, strides and dtype of a tensor among the arguments of an operation; it stands for the tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +58,7 @@ class RehearsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """A block of this number and size was allocated in a pass."""
+    """An event of a rehearsal: the block of memory with this number and size was allocated."""
 
     block: int
     nbytes: int
@@ -65,14 +66,14 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The block of this number was freed."""
+    """An event of a rehearsal: the block of memory with this number was freed."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradientComputed:
-    """The gradient of the parameter with this FQN was computed."""
+    """An event of a rehearsal: the backward has computed the gradient of the parameter with this FQN."""
 
     fqn: str
 
@@ -87,11 +88,12 @@ class Rehearsal:
     Attributes:
         operations: how often each operation is called in forward and backward.
         flops: floating-point operations of the products of matrices, forward and backward.
-        events: the changes of memory and the gradients, in their order.
+        events: the allocations, the frees and the computed gradients, in the order in which they happened.
         boundaries: the bytes of each boundary of an activation checkpoint that moves to the store, oldest first; empty
             if all stay on the device.
-        saved_boundary_bytes: the bytes of all boundaries, if some may leave.
-        again_boundary_bytes: the bytes of those that are freed in the forward and computed again in the backward.
+        saved_boundary_bytes: the bytes of all boundaries; 0 if none may leave the device.
+        again_boundary_bytes: the bytes of the boundaries that are freed in the forward and computed again in the
+            backward.
     """
 
     operations: Mapping[RehearsedCall, int]
@@ -105,9 +107,9 @@ class Rehearsal:
         """Return the most bytes of activations, temporary results and gradients at once.
 
         Args:
-            rule: gives the bytes of gradients.
-            in_heap: whether the memory that malloc keeps (heap.py) is included, as it is after three steps; otherwise
-                only live tensors are counted.
+            rule: gives the bytes that gradients take.
+            in_heap: whether the memory that malloc keeps after it was freed (heap.py) is included, as it is after three
+                steps. If false, only live tensors are counted.
         """
         memory = Heap() if in_heap else LiveBytes()
         for step in range(_STEPS_OF_A_HEAP if in_heap else 1):
@@ -115,7 +117,7 @@ class Rehearsal:
         return memory.peak
 
     def _replay(self, rule: GradientRule, memory: Heap | LiveBytes, *, is_first: bool) -> None:
-        """Replay a step: a pass, and then the hand-over of the gradients."""
+        """Allocate and free in `memory` what a step does: forward, backward, and the hand-over of the gradients."""
         gradients = _Gradients(rule, memory)
         live: set[int] = set()
         for event in self.events:
@@ -134,7 +136,7 @@ class Rehearsal:
 
 
 class _Gradients:
-    """The gradients of one step, in the memory that a rule gives them."""
+    """Allocates and frees the gradients of one rehearsed step in a Heap or LiveBytes, with the sizes of a rule."""
 
     def __init__(self, rule: GradientRule, memory: Heap | LiveBytes) -> None:
         self._rule = rule
@@ -146,14 +148,18 @@ class _Gradients:
         self._partitions: set[str] = set()
 
     def take(self, fqn: str) -> None:
-        """Add the gradient of a parameter to the gradients of its group."""
+        """Allocate the buffers of the parameter's group for its gradient, unless they are allocated already.
+
+        If the rule says so, the buffer of whole gradients is freed once the group has all of its gradients.
+        """
         group = self._rule.group_of.get(fqn)
         if group is None:
             return
         if group not in self._partitions:
             self._partitions.add(group)
             self._memory.allocate(("partition", group), self._rule.partition_bytes[group])
-        # A gradient may come after the group was reduced, because blocks that are computed again may share a weight.
+        # The backward may compute a gradient after its group was reduced and the group's buffer was freed, because
+        # blocks that are computed again may share a weight. The buffer is then allocated once more.
         if group not in self._full:
             self._full.add(group)
             self._memory.allocate(("full", group), self._rule.full_bytes[group])
@@ -163,7 +169,10 @@ class _Gradients:
             self._memory.free(("full", group))
 
     def hand_over(self, *, keep: bool) -> None:
-        """Free all gradients, after copies of them were made if `keep` is true."""
+        """Free all gradients, as at the end of a step, when the trainer hands them over to the store.
+
+        If `keep` is true, the copies that the trainer keeps of them are allocated before the originals are freed.
+        """
         for group in self._full:
             self._memory.free(("full", group))
         for group, nbytes in self._rule.kept_bytes.items() if keep else ():
@@ -173,7 +182,7 @@ class _Gradients:
 
 
 class LiveBytes:
-    """The sum of blocks that are allocated, with the methods of Heap."""
+    """Counts the bytes of live blocks, and their peak, without a model of malloc. It has the methods of Heap."""
 
     def __init__(self) -> None:
         self.peak = self._now = 0
@@ -196,12 +205,12 @@ class GradientRule:
 
     Attributes:
         group_of: for the FQN of each trained parameter, the name of its flat group.
-        full_bytes: for each group, the bytes of the buffer for whole gradients, until the group is reduced; 0: there is
-            no such buffer.
-        partition_bytes: for each group, the bytes of this rank's part, which stays until the step ends.
-        kept_bytes: for each group, the bytes of the copy that the trainer keeps, from the first step on, in case the
-            daemon is restarted.
-        is_reduced_at_once: whether a group's buffer is free as soon as all its gradients were computed.
+        full_bytes: for each group, the bytes of the buffer for whole gradients, which exists until the group is
+            reduced; 0: there is no such buffer.
+        partition_bytes: for each group, the bytes of this rank's part of the gradient, which stays until the step ends.
+        kept_bytes: for each group, the bytes of the copy of the gradient that the trainer keeps, from the end of the
+            first step on, in case the daemon is restarted.
+        is_reduced_at_once: whether a group's buffer is freed as soon as all gradients of the group were computed.
     """
 
     group_of: Mapping[str, str]
@@ -214,8 +223,8 @@ class GradientRule:
 class _Live(TorchDispatchMode):
     """A torch mode that records the storages that are allocated and freed, and the calls of operators.
 
-    It counts operations by torch's table itself. torch's FlopCounterMode hooks the modules, and these hooks keep the
-    memory of checkpointed parts until the backward pass is over.
+    It counts floating-point operations by torch's table (`flop_registry`). torch's FlopCounterMode is not used, because
+    it hooks the modules, and its hooks keep the memory of checkpointed parts until the backward pass is over.
     """
 
     def __init__(self) -> None:
@@ -223,20 +232,21 @@ class _Live(TorchDispatchMode):
         self.flops = 0
         self.events: list[Event] = []
         self.operations: Counter[RehearsedCall] = Counter()
-        # The number of each storage that is alive, by its address.
+        # For each storage that is alive, by its address: the number that stands for the storage in the events. An
+        # address alone does not identify a storage, because a later storage may get the same address.
         self._seen: dict[int, int] = {}
         self._numbers = itertools.count()
 
     def know(self, tensor: torch.Tensor) -> None:
-        """Note a tensor whose bytes are not counted."""
+        """Give a number to the storage of a tensor that exists before the forward, and do not count its bytes."""
         self._seen[tensor.untyped_storage()._cdata] = next(self._numbers)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of a storage, which no other one gets; None if it is not counted."""
+        """Return the number of a storage, which no other storage gets; None for a storage that was not seen."""
         return self._seen.get(storage._cdata)
 
     def note_gradient(self, fqn: str) -> None:
-        """Note that a parameter's gradient was computed."""
+        """Add the event that the backward has computed the gradient of the parameter called `fqn`."""
         self.events.append(GradientComputed(fqn))
 
     def __torch_dispatch__(
@@ -273,12 +283,12 @@ def rehearse(
     offload: OffloadRule | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> Rehearsal:
-    """Run forward and backward of one micro-batch without memory.
+    """Run forward and backward of one micro-batch on tensors without memory, and return what they would do.
 
     Args:
         builder: builds the model.
         batch: returns the arguments of the model's forward.
-        dtype: the dtype of the parameters and of floating-point arguments; None: their own.
+        dtype: the dtype to which parameters and floating-point arguments are converted; None: each keeps its own.
         offload: decides which boundaries of activation checkpoints leave the device; None: all stay.
         autocast_dtype: the dtype of `torch.autocast` around the forward; None: there is none.
 
@@ -325,12 +335,12 @@ def rehearse(
 
 
 def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return the context of a forward on the CPU: autocast in a dtype, or an empty one if it is None."""
+    """Return the context in which a forward is rehearsed: autocast in `dtype`, or no autocast if it is None."""
     return PrecisionPolicy(compute_dtype=None, autocast_dtype=dtype).autocast(torch.device("cpu"))
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace all parameters by ones of `dtype`; tied parameters stay tied.
+    """Replace all parameters by parameters of `dtype`; tied parameters stay tied.
 
     `Module.to` cannot convert tensors without memory.
     """
@@ -344,7 +354,7 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Replace parameters and buffers that the builder has put on the meta device; tied ones stay tied."""
+    """Replace tensors on the meta device by fake tensors of the CPU. Tied parameters and buffers stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -359,7 +369,7 @@ def _leave_meta(model: nn.Module) -> None:
 
 
 def _install(model: nn.Module, live: _Live) -> None:
-    """Remove each gradient as soon as it is computed, as the engine does."""
+    """Install hooks that note each gradient when it is computed and remove it, as the engine does."""
 
     def taken(fqn: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
@@ -374,7 +384,7 @@ def _install(model: nn.Module, live: _Live) -> None:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in what a model's forward returned. It can raise ConfigError."""
+    """Return the loss from the output of a model's forward. It can raise ConfigError."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output[0] if isinstance(output, tuple | list) else output

@@ -3,8 +3,9 @@
 This module must never measure.
 
 [Note: the bounds] For each resource (compute, and each link, disk or processor that moves or updates bytes), the plan
-has the least seconds that it needs for the step: its work / its rate. If everything overlaps, the step takes as long as
-the longest of them; if nothing does, as long as all of them together. Neither bound has what is not in the rates: the
+computes the least seconds that the resource needs for the step: its work divided by its rate. If all resources work at
+the same time, the step takes as long as the slowest resource: this is the lower bound. If they work one after another,
+the step takes the sum of all their seconds: this is the upper bound. Neither bound includes what has no rate: the
 library's own Python, waits, latencies, checksums, and threads that share processors.
 """
 
@@ -38,22 +39,25 @@ HOST_MEMORY = "host_memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The bytes that a step moves.
+    """The bytes that a step moves on each link and disk, from which its time is computed.
 
     Attributes:
         to_rank, from_rank: the bytes that one rank gets from its store, and sends to it.
         collectives: the bytes of whole buffers that one rank gathers or reduces.
         nvme_read, nvme_written: the bytes that the node's NVMe reads and writes.
-        updated: the elements that the node's store updates; `updated_on_device`: those that one rank's device updates.
-        put: the bytes of states on one rank's device that the rank hands to the store, on average over the steps.
-        mapped: the bytes of parameters that one rank maps from its store's memory, and does not copy.
+        updated: the elements that the node's store updates; `updated_on_device`: the elements that one rank updates on
+            its device.
+        put: the bytes of states that are on one rank's device and that the rank hands over to the store for commits, on
+            average over the steps.
+        mapped: the bytes of parameters that one rank maps from its store's memory, so that it need not copy them.
         boundaries: the bytes of boundaries of activation checkpoints that one rank sends to its store, and gets back.
         spilled_boundaries: the bytes of boundaries that the node's NVMe writes, and reads again.
-        hit: the fraction of the parameters that pass through host memory (those whose home is NVMe, and those at home
-            on a device with states on NVMe) that is expected to stay there between two uses.
-        device_hit: the fraction of the bytes of parameters that a rank reads which it finds on its device.
-        states_hit: the fraction of the optimizer states on NVMe that is expected to stay in host memory from update to
-            update.
+        hit: of the bytes of parameters that pass through host memory, the fraction that is expected to stay in host
+            memory between two uses. These are the parameters whose home is NVMe, and those whose home is a device and
+            whose states are on NVMe.
+        device_hit: of the bytes of parameters that a rank reads, the fraction that it finds in copies on its device.
+        states_hit: of the bytes of optimizer states whose home is NVMe, the fraction that is expected to stay in host
+            memory from one update to the next.
     """
 
     to_rank: int
@@ -88,24 +92,25 @@ class StepTime:
 
     @property
     def binding(self) -> str:
-        """The resource that needs the most seconds."""
+        """The name of the resource that needs the most seconds for a step, and so gives the lower bound."""
         return max(self.resources, key=lambda name: self.resources[name])
 
     @property
     def overlapped_seconds(self) -> float:
-        """The duration of the step if everything overlaps."""
+        """The lower bound of the step's seconds, in which all resources work at the same time."""
         return self.resources[self.binding]
 
     @property
     def serial_seconds(self) -> float:
-        """The duration of the step if nothing overlaps."""
+        """The upper bound of the step's seconds, in which the resources work one after another."""
         return sum(self.resources.values())
 
     @property
     def hiding_tokens(self) -> int | None:
-        """The least tokens of a step from which on compute takes longer than NVMe, link, host memory and the store.
+        """The fewest tokens of a step with which compute takes at least as long as each part of the store's work.
 
-        None if none of them has anything to do, or compute takes no time.
+        The parts are NVMe, the link to the store, the store's updates, and host memory. The value is None if none of
+        them has any work, or if compute takes no time.
         """
         names = (NVME, STORE_LINK, STORE_UPDATE, HOST_MEMORY)
         hidden = max(self.resources.get(name, 0.0) for name in names)
@@ -125,7 +130,7 @@ def find_traffic(
     """Return the bytes that a step of `micro_batches` moves, on average.
 
     Args:
-        copies: the copies of parameters on a rank's device, whose reads move nothing.
+        copies: the copies of parameters on a rank's device. A read that finds its bytes there moves nothing.
     """
     ranks = layout.world.ranks
     rules = _Rules(
@@ -135,7 +140,7 @@ def find_traffic(
         reductions=micro_batches if ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH else 1,
     )
     need = memory.store
-    # A unit is gathered whole: its frozen groups come again in the backward pass beside those that are trained.
+    # Units are gathered whole. So if the backward pass reads a unit again, the unit's frozen groups are counted again.
     reads = Counter(unit.fqn for unit in reads_of_pass(layout.units))
     total: Counter[str] = Counter()
     for unit in layout.units:
@@ -144,26 +149,27 @@ def find_traffic(
                 total.update(_gathered(planned, micro_batches * reads[unit.fqn], rules))
             if planned.group.trainable:
                 total.update(_trained(planned, unit.uses, rules))
-    # If any update changes bytes in the store, each step is committed, with the states that are newer on the device.
-    # Else only those steps are committed that the durability class asks for (training/run/commits.py).
+    # If the store makes some updates, each step is committed, and ranks hand over the states that they have updated. If
+    # not, only the steps are committed that the durability class asks for (training/run/commits.py).
     every = config.paramserver.durable_every
     in_store = any(is_in_store(planned) for planned in layout.groups)
     put = int(total["put"] * (1.0 if in_store else 1.0 / every if every else 0.0))
     written = need.updated_bytes + (need.volatile_bytes // every if every else 0) if in_store else put * ranks
     boundaries = sum(memory.boundaries) * micro_batches
-    # Parameters at home on the device pass through host memory only if the store updates them, once in a step. They are
-    # kept with their states, so those with states in host memory are there already.
+    # `through` has the bytes of parameters that pass through host memory in a step, on their way from NVMe. Of
+    # parameters whose home is the device, only those count whose optimizer states are on NVMe ("reread"), because the
+    # store keeps them where their states are, and reads them once in a step, for the update.
     through = ranks * (total["reread"] + sum(p.group.partition_bytes for p in layout.groups if _is_read_from_nvme(p)))
     hit = _part(memory.free_host_budget, through)
     fetched = int(ranks * (total["passing"] * (1.0 - copies.hit) + total["reread"]) * (1.0 - hit))
-    # An update makes a host copy of each state for which the host budget has room, and the next update works on that
-    # copy. All room that nothing else takes holds such copies. The store evicts them before it evicts parameters,
-    # because the next use of parameters is known.
+    # An update leaves host copies of optimizer states for the next update. They take the room that is left beside
+    # parameters: the store evicts them first, because it knows the next use of parameters.
     states = total["states"] * ranks
     states_hit = _part(max(0, memory.free_host_budget - through), states)
-    # Boundaries that do not fit are written in each forward, and read in its backward pass.
+    # Boundaries that do not fit into the host budget are written to NVMe in each forward, and read in the backward
+    # pass.
     spilled_boundaries = need.spilled_boundary_bytes * micro_batches
-    # Several ranks that reduce in the last micro-batch only have nothing for the store before that.
+    # Several ranks send gradients to the store at each reduction, so spilled gradients are counted once for each.
     sums = rules.reductions if rules.several else micro_batches
     spilled = _spilled_gradients(need, total, config, sums if is_cpu else 1) + spilled_boundaries
     return Traffic(
@@ -186,12 +192,12 @@ def find_traffic(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """The rules by which all groups of a job move.
+    """The properties of a job that decide which bytes a step moves for each of its flat groups.
 
     Attributes:
         several: whether the job has several ranks.
         is_cpu: whether ranks compute on the CPU.
-        one_sided: whether ranks read the partitions of all ranks in their store's memory.
+        one_sided: whether each rank reads the partitions of all ranks from its store's memory, without a collective.
         reductions: how often a step reduces each gradient over the ranks.
     """
 
@@ -202,15 +208,20 @@ class _Rules:
 
 
 def _gathered(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
-    """Return the bytes that the parameters of a sharded group move in a step with this number of uses, for one rank."""
+    """Return the bytes that one rank moves in a step to gather the parameters of a sharded group `uses` times.
+
+    The keys are: "leased", from the store to the rank; "passing", the part of a group on NVMe that passes through host
+    memory; "mapped", the part of "leased" that need not be copied; "collectives", gathered from the other ranks.
+    """
     group, home = planned.group, planned.placement.parameters
     reads_all = rules.one_sided and home is not Home.DEVICE
-    # On the device a group is not leased. On the CPU, one in host memory is mapped without taking further memory, so
-    # its lease lasts until the step ends.
+    # A group whose home is the device is not leased. On the CPU, a group whose home is host memory is mapped and takes
+    # no further memory, so one lease lasts for the whole step. Any other group is leased for each use.
     stays = rules.is_cpu and rules.one_sided and home is Home.HOST
     leases = 0 if home is Home.DEVICE else 1 if stays else uses
     leased = leases * (group.whole_bytes if reads_all else group.partition_bytes)
-    # Several ranks copy parameters that only pass through the store's memory (training/step/residency.py).
+    # If there are several ranks, they do not map but copy parameters that only pass through the store's memory
+    # (training/step/residency.py).
     may_map = rules.is_cpu and reads_all and (home is Home.HOST or not rules.several)
     is_gathered = rules.several and not reads_all
     return {
@@ -225,7 +236,7 @@ def _trained(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
     """Return the bytes and elements of one rank that a step moves for the gradient and the update of a group.
 
     Args:
-        uses: the number of modules that compute with the group, each of which has its gradient reduced.
+        uses: the number of modules that compute with the group. The gradient of each module is reduced by itself.
     """
     group, placement = planned.group, planned.placement
     part, whole = group.slot_table.partition_numel, group.slot_table.numel
@@ -234,13 +245,13 @@ def _trained(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
     in_store = placement.optimizer is not Home.DEVICE
     returns = in_store and placement.parameters is Home.DEVICE
     reductions = uses * rules.reductions if rules.several else 0
-    # Ranks that keep the whole parameters gather them after the update. Where they keep the whole states, too, they
-    # gather the gradient before it instead.
+    # Ranks that keep whole parameters gather the new parameters after the update. Ranks that also keep whole optimizer
+    # states gather the gradient before the update, and not the parameters.
     refills = rules.several and placement.residence is not Residence.SHARDED
     refilled = whole * group.gradient_dtype.itemsize if replicated else group.whole_bytes
     return {
         "gradients": gradient,
-        # A gradient at home on the device gets memory of the store only for its update.
+        # A gradient whose home is the device gets host memory of the store only for its update, so it is never spilled.
         "spilling": gradient if placement.gradients is not Home.DEVICE else 0,
         "collectives": reductions * whole * group.reduction_dtype.itemsize + (refilled if refills else 0),
         "sent": gradient if in_store else 0,
@@ -254,28 +265,30 @@ def _trained(planned: PlannedGroup, uses: int, rules: _Rules) -> dict[str, int]:
 
 
 def _spilled_gradients(need: StoreNeed, total: Mapping[str, int], config: TrainingConfig, passes: int) -> int:
-    """Return the bytes of gradients that the ranks of a store write to NVMe in a step, and read from it.
+    """Return the bytes of gradients that a store writes to NVMe in a step, and reads again, for all its ranks.
 
     Args:
-        passes: how often a complete gradient or a sum leaves the rank. On the CPU it does after each micro-batch that
-            is reduced, for the next one or for the update; on a GPU, sums stay there until the last micro-batch
-            (training/step/gradients.py).
+        passes: how often in a step a gradient, or the sum of gradients so far, leaves the rank for the store. On the
+            CPU it leaves after each micro-batch whose gradients are reduced. On a GPU, sums stay on the device until
+            the last micro-batch, so it leaves once (training/step/gradients.py).
     """
     if need.spilled_gradient_bytes > need.placed_gradient_bytes:
-        # Those placed in host memory do not fit. No more of them stay there than the admission counts, because
-        # parameters take the rest.
+        # Not all gradients whose home is host memory fit into the host budget. The gradients that the store counts at
+        # the admission of the job stay in host memory, and no others, because parameters take the rest of the budget.
         spilled = max(0, need.spilled_gradient_bytes - need.gradient_bytes)
-        # A final update frees the gradient before it would be written.
+        # With early updates that are final, the update frees the gradient before the store writes it to NVMe. So the
+        # last backward pass of a step writes no gradients.
         is_freed = config.paramserver.early_updates == "final"
         return spilled * total["spilling"] // max(1, total["gradients"]) * (passes - 1 if is_freed else passes)
-    # An update that begins in the last backward pass reads the gradient before it would be written. It begins only when
-    # the step is voted for if gradients are clipped by their norm.
+    # An early update, in the last backward pass, reads the gradient before the store writes it to NVMe. So the last
+    # backward pass writes nothing. If gradients are clipped by their norm, updates begin only at the vote for the step,
+    # so gradients are written in each backward pass.
     begins_early = config.paramserver.early_updates and not config.gradient_clipping
     return need.placed_gradient_bytes * (passes - 1 if begins_early else passes)
 
 
 def _state_bytes_read(planned: PlannedGroup) -> int:
-    """Return the bytes of one rank's optimizer states and master weights that an update reads."""
+    """Return the bytes of optimizer states and fp32 weights that the update of one rank's part of a group reads."""
     group = planned.group
     has_weight = group.has_master or planned.placement.parameters is Home.DEVICE
     return 4 * (len(group.state_kinds) + int(has_weight)) * group.slot_table.partition_numel
@@ -287,7 +300,7 @@ def _is_read_from_nvme(planned: PlannedGroup) -> bool:
 
 
 def _part(room: int, nbytes: int) -> float:
-    """Return the fraction of the bytes for which there is room; 1 if there are no bytes."""
+    """Return the fraction of `nbytes` that fits into `room` bytes of memory; 1 if `nbytes` is 0."""
     return min(1.0, room / nbytes) if nbytes else 1.0
 
 
@@ -297,10 +310,11 @@ def predict(
     """Return the bounds of the time of a step.
 
     Args:
-        ranks: the ranks of a node.
+        ranks: the number of ranks of a node.
         compute_seconds: the seconds of forward and backward of all micro-batches of the step on one rank.
         tokens: the tokens of all ranks and micro-batches of the step.
-        is_cpu: whether ranks compute on the CPU, so that they copy in host memory what a GPU's link would move.
+        is_cpu: whether ranks compute on the CPU, so that they copy within host memory the bytes that would cross the
+            link of a GPU.
     """
     link = traffic.to_rank + traffic.from_rank
     resources = {
@@ -318,9 +332,10 @@ def predict(
 
 
 def _nvme_seconds(traffic: Traffic, rates: Rates) -> float:
-    """Return the seconds of all reads and writes.
+    """Return the seconds of all reads and writes of the node's NVMe in a step.
 
-    Reads and writes run at once until the smaller amount is done; then the rest of the larger one runs alone.
+    Reads and writes are assumed to run at the same time until the smaller amount is done. The rest of the larger amount
+    then runs alone.
     """
     both = min(traffic.nvme_read, traffic.nvme_written)
     return (

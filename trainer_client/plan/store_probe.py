@@ -1,8 +1,8 @@
-"""The probe of what a store does: reads and writes of a directory, and updates of optimizer states.
+"""The probe of a store's work: reads and writes of files in a directory, and updates of optimizer states.
 
 The memory that is read, written and updated is in huge pages wherever the kernel can collapse it, as a daemon's arena
-is. In pages of 4 KiB a device reads large requests at half of its rate, and an update takes twice as long, so rates
-that were measured in such memory say nothing about a store.
+is. In pages of 4 KiB, an NVMe device reads large requests at half of its rate, and an update takes twice as long. So
+rates that are measured in pages of 4 KiB would be wrong for a store.
 
 This module owns the files and the memory that it makes, and removes them.
 """
@@ -29,37 +29,39 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 
 _REQUEST_BYTES = 4 << 20
-# Each thread moves its requests from or to this much memory in turn, because a store's slabs and tiles do not stay in
-# the processor's caches, either.
+# The bytes of the buffer of a thread that reads or writes NVMe; its requests use the buffer's parts in turn. The buffer
+# is larger than one request, because a store's slabs and tiles do not stay in the processor's caches, either.
 _BUFFER_BYTES = 4 * _REQUEST_BYTES
 _FILE_BYTES = 512 << 20
-# The numbers of reading and of writing threads of a daemon.
+# The numbers of threads that read and that write NVMe in the probe, as in a daemon.
 _READERS, _WRITERS = 4, 2
-# Each rate is the median of this many turns. A turn of NVMe reads, writes and does both, so that a disturbance of a
-# second spoils one sample of each, and not all samples of one.
+# Each rate of the probe is the median of this many turns. A turn for NVMe measures reads, then writes, then both. So a
+# disturbance of a second spoils one sample of each rate, and not all samples of one rate.
 _TURNS = 3
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-# The elements of all threads' updates that are timed: fp32 arrays of 64 MiB. They are larger than the processor's
-# caches, because in training, too, the states are not in the caches any more when their next update comes.
+# The elements that all threads of the probe together update while they are timed: fp32 arrays of 64 MiB. The arrays are
+# larger than the processor's caches, because in training the states have left the caches, too, before their next
+# update.
 _UPDATE_ELEMENTS = 16 << 20
-# The elements that a daemon updates at a time, so that they stay in the cache in between (PART_ELEMENTS in
-# storage/steps/transform.py).
+# The elements that a daemon updates at a time, so that they stay in the processor's cache from one operation of the
+# update to the next (PART_ELEMENTS in storage/steps/transform.py).
 _PART_ELEMENTS = 1 << 18
 
 
 class StoreUpdate:
-    """An update of AdamW states as a daemon makes it: part by part, in memory like that of its arena.
+    """An AdamW update as a daemon makes it: part by part, in memory like that of the daemon's arena.
 
     The gradient is converted to fp32 first, and the new weight is rounded to the type of the parameter at last, as by
     paramserver/optimizer_kernel.py.
     """
 
     def __init__(self, dtype: torch.dtype | None, elements: int) -> None:
-        """Allocate the states.
+        """Allocate the gradient, the parameter and the optimizer states that a call updates.
 
         Args:
-            dtype: the dtype of gradients and parameters if it is not fp32, so that there is a master weight.
+            dtype: the dtype of gradients and parameters; None: fp32. With another dtype than fp32 there is also a
+                master weight.
             elements: number of elements, a multiple of _PART_ELEMENTS.
         """
         self.elements = elements
@@ -93,7 +95,7 @@ class StoreUpdate:
 
 
 def update_rate(dtype: torch.dtype | None, threads: int, elements: int = _UPDATE_ELEMENTS) -> float:
-    """Return the elements that this number of threads update together in a second, as those of a daemon do.
+    """Return the elements that `threads` threads together update in a second, in the way of a daemon's threads.
 
     Args:
         dtype: see StoreUpdate.
@@ -104,7 +106,8 @@ def update_rate(dtype: torch.dtype | None, threads: int, elements: int = _UPDATE
     updates = [StoreUpdate(dtype, each) for _ in range(threads)]
     before = torch.get_num_threads()
     try:
-        # A thread that torch did not make counts its own threads.
+        # torch's number of threads is set to 1 in each thread of the pool, because a thread that torch did not make has
+        # a number of its own.
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
             def update_all() -> None:
@@ -117,25 +120,25 @@ def update_rate(dtype: torch.dtype | None, threads: int, elements: int = _UPDATE
 
 
 def _floats(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return random numbers in memory like an arena's."""
+    """Return `elements` random numbers [elements] in memory like that of a daemon's arena."""
     found = torch.frombuffer(arena_like(elements * dtype.itemsize), dtype=dtype)
     return found.uniform_(-0.5, 0.5)
 
 
 def arena_like(nbytes: int) -> memoryview:
-    """Return private memory that lies in huge pages, unless the kernel refuses that, as a daemon's arena does.
+    """Return private memory in huge pages, as a daemon's arena is, or in small pages if the kernel refuses.
 
     The memory is mapped until the last view of it is gone.
     """
     mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     lead = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
     view = memoryview(mapped)[lead : lead + nbytes]
-    # Only pages that are there can be collapsed.
+    # A byte of each page is written first, because the kernel can collapse only pages that are allocated.
     for offset in range(0, nbytes, mmap.PAGESIZE):
         view[offset] = 1
     whole = nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if whole:
-        # Where the kernel refuses, the daemon's arena stays in ordinary pages, too.
+        # An error of madvise is ignored: if the kernel refuses huge pages, the daemon's arena is in small pages, too.
         with contextlib.suppress(OSError):
             mapped.madvise(_MADV_COLLAPSE, lead, whole)
     return view
@@ -143,7 +146,7 @@ def arena_like(nbytes: int) -> memoryview:
 
 @contextlib.contextmanager
 def _made_if_missing(directory: Path) -> Iterator[None]:
-    """Make a directory and its parents where they are missing, and remove at the end what is empty of them."""
+    """Make a directory and its missing parents; at the end, remove those that were made and are empty."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -181,7 +184,8 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
                 for move in moves:
                     move.result()
 
-            # The first write of a file also allocates its blocks, which a store does once. So later writes are timed.
+            # The first write of a file also allocates the file's blocks, which happens only once in a store. So the
+            # first write of each file is not timed.
             one.move(to_write, writes=True)
             two.move(to_write, writes=True)
             turns = [
@@ -202,7 +206,7 @@ def probe_directory(directory: Path, file_bytes: int = _FILE_BYTES) -> tuple[flo
 
 
 class _File:
-    """A file that threads read or write whole, in requests of 4 MiB."""
+    """A file of the probe, which threads read or write as a whole, in requests of 4 MiB."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
@@ -222,7 +226,7 @@ class _File:
         os.close(self._fd)
 
     def move(self, buffers: list[memoryview], *, writes: bool) -> None:
-        """Move all bytes of the file from or to the buffers, each of which has a thread."""
+        """Read the file into the buffers or, if `writes`, write it from them, with one thread for each buffer."""
 
         def part(first: int) -> None:
             step = len(buffers) * _REQUEST_BYTES

@@ -21,7 +21,7 @@ from trainer_client.schedules.schedule import (
 
 log = logging.getLogger(__name__)
 
-# DeepSpeed sets the second beta to this value whenever it sets the first.
+# The second beta that DeepSpeed's OneCycle sets whenever it sets the first one.
 _SECOND_BETA = 0.99
 
 
@@ -42,7 +42,7 @@ class OneCycle(Schedule):
     Args:
         optimizer: the optimizer whose rates and betas are set.
         cycle_min_lr, cycle_max_lr: the bounds of the rate, for all parameter groups or for each.
-        decay_lr_rate: how fast the rate decays: by one division by 1 + n * decay_lr_rate after n intervals.
+        decay_lr_rate: how fast the rate decays: n intervals after the cycle, it is divided by 1 + n * decay_lr_rate.
         cycle_first_step_size: the number of steps in which the rate rises.
         cycle_second_step_size: the number of steps in which the rate falls; None: the same number.
         cycle_first_stair_count: the number of stairs in which the rate rises; 0: it rises every step.
@@ -91,7 +91,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one iteration, or to an iteration (see Schedule), and set the betas as well."""
+        """Go on by one iteration, or to the iteration `epoch` (see Schedule), and set the betas as well."""
         super().step(epoch)
         if not self.cycle_momentum or self._keeps_groups:
             return
@@ -120,12 +120,12 @@ class OneCycle(Schedule):
         return [high * factor for high in self._max_betas]
 
     def _intervals(self, iteration: int) -> float:
-        """Return the length of the decay so far, in intervals."""
+        """Return how many intervals of the decay have passed at an iteration after the cycle; 0 without a decay."""
         return (iteration - self._cycle.length + 1) / self._decay_step_size if self._decay_step_size else 0.0
 
 
 class _Cycle:
-    """The height of a cycle, which rises from 0 to 1 and falls back to 0.
+    """The shape of a cycle: a height that rises from 0 to 1 and falls back to 0, by which the rate is set.
 
     Attributes:
         length: the number of steps of both halves.
@@ -148,15 +148,16 @@ class _Cycle:
         self._second_stairs = first_stairs if second_stairs is None else second_stairs
 
     def height(self, steps: int) -> float:
-        """Return the height after a number of steps, at most `length`."""
+        """Return the height of the cycle, 0 to 1, after `steps` of its steps, which are at most `length`."""
         peak = self.peak
-        # The addition of 1 rounds the fraction, so that its bits are DeepSpeed's.
+        # Adding 1 rounds the fraction of the cycle to the same bits as in DeepSpeed.
         fraction = (1.0 + steps / self.length) % 1.0
         rises = fraction <= peak
         stairs = self._first_stairs if rises else self._second_stairs
         if stairs <= 0:
             return fraction / peak if rises else (fraction - 1) / (peak - 1)
-        # The stair follows from the number of steps, because the fraction at the peak may be rounded to below 1.
+        # The stair is computed from the number of steps and not from the fraction of the cycle, because the fraction at
+        # the peak may be rounded to below 1.
         within = steps % self.length
         if within <= self._first_steps:
             return math.floor(within * stairs / self._first_steps) / stairs

@@ -29,10 +29,11 @@ _OF_DEEPSPEED = (
     ONE_CYCLE,
     LR_RANGE_TEST,
 )
-# DeepSpeed's schedules come first, as DeepSpeed itself looks for a name in them first.
+# DeepSpeed's schedules come before torch's, because DeepSpeed itself looks for a name among its own schedules first.
 SCHEDULES = {record.name: record for record in (*_OF_DEEPSPEED, *TORCH_SCHEDULES)}
 
-# The section of any of these schedules. Its key `type` says which schedule it is.
+# The type of the config's section `scheduler`: the section of any of these schedules. The section's key `type` says
+# which schedule it is.
 if TYPE_CHECKING:
     AnyScheduleSection: TypeAlias = ScheduleSection
 else:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_client.base.section import Section
 
-# One value for all parameter groups, or one for each of them.
+# A parameter of a schedule: one value for all parameter groups, or one value for each of them.
 PerGroup: TypeAlias = float | Sequence[float]
 
 
@@ -41,7 +41,8 @@ class Schedule(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         if last_batch_iteration >= 0:
-            # torch requires this entry if a schedule goes on, and DeepSpeed's schedules never make it.
+            # torch requires the entry "initial_lr" in each parameter group if a schedule goes on. DeepSpeed's schedules
+            # never make this entry, so it is made here.
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
         super().__init__(optimizer, last_batch_iteration)
@@ -52,13 +53,13 @@ class Schedule(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of this iteration, one for each parameter group."""
+        """Return the learning rates of the present iteration, one for each parameter group."""
         if self._keeps_groups:
             return [float(group["lr"]) for group in self.optimizer.param_groups]
         return list(self._rates(self.last_batch_iteration))
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one iteration; or, as in DeepSpeed, to the iteration `epoch`."""
+        """Set the rates of the next iteration; or, as in DeepSpeed, those of the iteration `epoch`."""
         if epoch is not None:
             self.last_epoch = epoch
         super().step()
@@ -83,18 +84,21 @@ class Schedule(LRScheduler):
 
     @property
     def _keeps_groups(self) -> bool:
-        """Whether the schedule was made to go on, and has made no step since."""
+        """Whether the schedule leaves the rates in the parameter groups as they are.
+
+        It does if it was made with an iteration from which it goes on, and has made no step yet.
+        """
         return self._step_count == 1 and self.last_epoch > 0
 
     @abstractmethod
     def _rates(self, iteration: int) -> list[float]:
-        """Return the rates of the parameter groups at an iteration, from -1 on."""
+        """Return the rate of each parameter group at an iteration. The first iteration is -1."""
 
 
 def spread(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
-    """Return the values of an argument for all parameter groups.
+    """Return the values of an argument, one for each parameter group. A single value holds for all groups.
 
-    Raise ValueError if there is another number of values.
+    Raise ValueError if the number of values differs from that of the groups.
     """
     count = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
@@ -108,7 +112,7 @@ def spread(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Check an argument. Raise ValueError if it is not a positive integer."""
+    """Raise ValueError if `value`, given for the argument `name`, is not a positive integer."""
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} = {value!r} is refused: write a positive integer")
 
@@ -133,12 +137,13 @@ def _parse_steps(value: Any) -> int | str:
     return int(value)
 
 
-# The types of parameters in the config. The last three also accept "auto", which Accelerate and transformers replace.
+# The types of a schedule's parameters in the config. All but `Values` also accept "auto", which Accelerate and
+# transformers replace.
 Values = Annotated[float | tuple[float, ...], PlainValidator(_parse_values)]
 ZeroOrValues = Annotated[Values, BeforeValidator(lambda value: 0.0 if value == "auto" else value)]
 OptimizersOrValues = Annotated[Values | None, BeforeValidator(lambda value: None if value == "auto" else value)]
-# A number of optimizer steps may be "auto" as long as no schedule is made of it, because Hugging Face's tools often
-# pass a schedule of their own beside such a config.
+# A number of optimizer steps. It may be "auto" as long as no schedule is made of it, because Hugging Face's tools often
+# pass a schedule of their own beside a config with "auto".
 StepCount = Annotated[int | str, PlainValidator(_parse_steps)]
 
 
@@ -173,7 +178,10 @@ class DeepSpeedSection(ScheduleSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRecord:
-    """A schedule that the config can name: its class, and the class of the config's section `scheduler`."""
+    """A schedule that the config can name: its class, and the class of the section `scheduler` that names it.
+
+    registry.py makes the schedule of a config with the record of its name.
+    """
 
     schedule_class: type[LRScheduler]
     section: type[ScheduleSection]

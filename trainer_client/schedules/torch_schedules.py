@@ -43,7 +43,7 @@ class TorchSection(ScheduleSection):
     params: dict[str, JsonValue] = Field(default={}, description="of a class of torch: its arguments")
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the class, without the optimizer."""
+        """Return the arguments with which to make the scheduler's class, without the optimizer."""
         return dict(self.params)
 
 

@@ -11,7 +11,7 @@ WarmupType: TypeAlias = Literal["log", "linear"]
 
 
 class Warmup:
-    """The increase of a rate from 0 to 1 over the first steps.
+    """The warm-up of a schedule: a ratio that rises from 0 to 1 over the first steps, by which the rate rises.
 
     Attributes:
         steps: the number of steps, which is at least 2.
@@ -35,6 +35,5 @@ class Warmup:
         """Return the fraction of the increase (0 to 1) that is reached at an iteration of the warm-up."""
         if self._is_linear:
             return iteration / self.steps
-        # This multiplies by the reciprocal and does not divide, because DeepSpeed does so and a division would round
-        # differently.
+        # The logarithm is multiplied by the reciprocal, as in DeepSpeed, because a division would round differently.
         return (1.0 / math.log(self.steps)) * math.log(iteration + 1)

@@ -48,7 +48,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 def warn_of_short_run(total_steps: int, warmup_steps: int) -> None:
-    """Log a warning if the run ends before its warm-up."""
+    """Log a warning if a schedule's warm-up has more steps than the whole run, so that it never ends."""
     if total_steps < warmup_steps:
         log.warning(
             "total_num_steps %d is less than warmup_num_steps %d: the run ends within its warm-up",

@@ -1,7 +1,7 @@
 """Access to the states of single parameters, by name, wherever they live: reading, and changes between two steps.
 
-This module owns the periods in which a user has whole units. It must never commit: a change becomes a part of the next
-commit, which the engine makes.
+This module owns the contexts (`gathered`) in which a user has whole units. It must never commit: a change becomes a
+part of the next commit, which the engine makes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of its FQNs if it is tied)."""
 
-# The kinds that a user can name besides the optimizer's states.
+# The kinds of state that a user can name in `get_full` and similar methods, besides the optimizer's states.
 _PARAM, _MASTER, _GRAD = "param", "master", "grad"
 
 
@@ -47,14 +47,14 @@ class StateDictNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """The part of a parameter that this rank has.
+    """The part of a parameter that this rank has, with its position in the parameter; `shards` returns such parts.
 
     Attributes:
         shape: the shape of the whole parameter.
-        offset: the place of the part, in elements of the flattened parameter.
+        offset: where the part begins, in elements of the flattened parameter.
         values: a copy of the part, [n] on the CPU; n may be 0.
         ranges: the elements of the flattened parameter that `values` has one after the other, as (first, number). It is
-            one range that begins at `offset`, except for a parameter in tiles, of each of which a rank has a part.
+            one range that begins at `offset`, except for a parameter in tiles: a rank has one range of each tile.
     """
 
     fqn: str
@@ -66,12 +66,12 @@ class StateShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """The place of a parameter, or of a tile of one.
+    """Where a parameter, or a tile of one, is stored: its flat group, its slot, and this rank's part of it.
 
     Attributes:
         parameter: the parameter, or the tile.
-        state: the states of its group.
-        slot: the number of the parameter in the group.
+        state: the states of the parameter's flat group.
+        slot: the number of the parameter in the flat group.
         shard: this rank's part of the parameter; None: this rank has no part.
     """
 
@@ -91,13 +91,14 @@ class _Place:
         return slice(self.shard.offset, self.shard.offset + self.shard.numel) if self.shard else slice(0, 0)
 
 
-# The places of a parameter: one, or those of its tiles in the order of their rows.
+# Where the values of a parameter are stored: one place, or for a tiled parameter the places of its tiles in the order
+# of their rows.
 _Places: TypeAlias = tuple[_Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChange:
-    """New values [n] of this rank's part of one kind of a parameter."""
+    """New values [n] of one kind of a parameter, for this rank's part of it; `hand_over` makes the change."""
 
     place: _Place
     kind: Kind
@@ -105,11 +106,11 @@ class StateChange:
 
 
 class StateAccess:
-    """Access to the states of one engine.
+    """Reads and changes the states of single parameters of one engine, by name; the engine's methods call it.
 
     Args:
         model: the model, which gives the names of tied parameters and buffers.
-        states: the states of all groups.
+        states: the states of all flat groups.
     """
 
     def __init__(
@@ -134,11 +135,13 @@ class StateAccess:
                 place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
                 key = id(parameter.whole.tensor)
                 self._places[key] = (*self._places.get(key, ()), place)
-        # The number of contexts of `gathered` that have each tiled parameter, by the id of its tensor.
+        # The number of open contexts of `gathered` that show a tiled parameter as a whole, by the id of its tensor. The
+        # last of these contexts hides the whole again.
         self._shown: Counter[int] = Counter()
         self._model = model
-        # The places of each name in a plain checkpoint, names of tied parameters included; None if the name is a
-        # buffer's, that of a module's extra state, or one that a module puts there by functions of its own.
+        # Where the parameter with a name of the model's state dict is stored, by the name; a tied parameter has several
+        # names. None if the name is that of a buffer, of a module's extra state, or of an entry that a module adds by a
+        # state-dict hook.
         self._state_names = {
             name: self._places.get(id(entry)) for name, entry in model.state_dict(keep_vars=True).items()
         }
@@ -150,13 +153,13 @@ class StateAccess:
             fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
         }
 
-    # These methods read states.
+    # The methods below read states of the model and of the optimizer.
 
     @torch.no_grad()
     def full_state_dict(self, *, keep: bool) -> dict[str, Any]:
         """Return the model's state by name, on the CPU: fp32 weights, and buffers and extra states as they are.
 
-        Without `keep`, return an empty dict. All ranks must call this; they gather one group at a time.
+        Without `keep`, return an empty dict. All ranks must call this; they gather one flat group at a time.
         """
         weights: dict[int, torch.Tensor] = {}
         for state in self._states:
@@ -189,7 +192,7 @@ class StateAccess:
         parameter at a time.
 
         Args:
-            with_frozen: whether parameters that are not trained now are among them.
+            with_frozen: whether the result has the parameters that are frozen now.
         """
         values: dict[int, torch.Tensor] = {}
         found: dict[str, Any] = {}
@@ -211,7 +214,8 @@ class StateAccess:
     def _beside_parameters(self) -> dict[str, Any]:
         """Return the entries of the model's state dict that are no parameters, by name.
 
-        Tensors are copies on the CPU. A module may put a name there at one time, and not at another.
+        Tensors are copies on the CPU. A module may add an entry to one state dict and not to the next, so a name that
+        was there when the engine was made may be missing.
         """
         return {
             name: entry.detach().cpu().clone() if isinstance(entry, torch.Tensor) else entry
@@ -220,9 +224,9 @@ class StateAccess:
         }
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
-        """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype).
+        """Return all values of one kind of a parameter, in the parameter's shape, on the CPU.
 
-        All ranks must call this.
+        All ranks must call this. The values are fp32, except those of "param", which have the parameter's dtype.
 
         Return None for a gradient that no rank has.
         """
@@ -247,7 +251,7 @@ class StateAccess:
         return _joined([self._part(place, kind) for place in places])
 
     def parameter(self, key: ParameterKey) -> ModelParameter:
-        """Return the record of a parameter. Raise ConfigError if it is not the model's."""
+        """Return the ModelParameter of a parameter or name. Raise ConfigError if the model has no such parameter."""
         return self._places_of_key(key)[0].parameter.whole
 
     def shards(self, kind: str) -> dict[str, StateShard]:
@@ -267,13 +271,13 @@ class StateAccess:
                 found[fqn] = StateShard(fqn=fqn, shape=shape, offset=ranges[0][0], values=values, ranges=ranges)
         return found
 
-    # These methods change states.
+    # The methods below change states of the model and of the optimizer.
 
     def compare_names(self, state_dict: Mapping[str, Any]) -> StateDictNames:
         """Return which names of the model's state are missing, and which names are not the model's.
 
-        One name of a tied parameter stands for all of them. A name that a module puts there by functions of its own may
-        be missing.
+        If one name of a tied parameter is given, none of its names is missing. The name of an entry that a module adds
+        by a state-dict hook is never missing.
         """
         given = {id(places) for name in state_dict if (places := self._state_names.get(name)) is not None}
         missing = [
@@ -304,9 +308,9 @@ class StateAccess:
         return self.changes({(name, _MASTER): value for name, value in weights.values()}, local=False)
 
     def load_own_entries(self, state_dict: Mapping[str, Any]) -> None:
-        """Give the modules the entries of a plain state dict that they put into theirs by functions of their own.
+        """Give the modules those entries of a plain state dict that they have added by state-dict hooks.
 
-        It can raise what these functions raise.
+        It can raise what the modules' own functions for loading raise.
         """
         given = {name: state_dict[name] for name in self._own_entries if name in state_dict}
         refused = self._model.load_state_dict(given, strict=False).unexpected_keys if given else []
@@ -335,7 +339,8 @@ class StateAccess:
 
         Args:
             values: the new values by parameter and kind.
-            local: whether each value is this rank's part [n] of the parameter, and not in the parameter's shape.
+            local: whether each value is this rank's part [n] of the parameter. If False, each value has the parameter's
+                shape.
 
         Raises:
             ConfigError: the model has no such parameter or kind, or the shape does not fit.
@@ -385,7 +390,7 @@ class StateAccess:
 
     @contextmanager
     def _showing(self, places: _Places) -> Iterator[None]:
-        """Give a tiled parameter a memory with the values of its tiles, which are gathered, within the context."""
+        """Give a tiled parameter memory with all its values within the context, copied from its gathered tiles."""
         whole = places[0].parameter.whole
         if not self._shown[id(whole.tensor)]:
             show_whole(whole, torch.cat([place.parameter.tensor.detach() for place in places]))
@@ -399,13 +404,13 @@ class StateAccess:
                 hide_whole(whole, group.dtype, group.device)
 
     def require_unchanged(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check that no rank has changed parameters that it has gathered for reading. Call this within `gathered`.
+        """Check that the script has not changed parameters that were gathered for reading. Call this within `gathered`.
 
-        There is nothing to check where a rank always has the parameters, because a change counts there, and where a
-        context around this one looks later.
+        There is nothing to check for parameters that are always whole on this rank, because a change of them counts.
+        If a context around this one holds a unit as well, the end of that context checks the unit.
 
         Raises:
-            InPlaceChangeError: it has, and the change would be lost.
+            InPlaceChangeError: a parameter was changed, and the change would be lost.
         """
         chosen = list(parameters)
         for unit in self._units_of(chosen):
@@ -426,7 +431,7 @@ class StateAccess:
         return any(unit.is_held for unit in self._units)
 
     def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's part of each parameter, for `hand_over_changed`."""
+        """Return this rank's part of each parameter before a change, so that `hand_over_changed` can compare."""
         reader = _StateReader()
         return [_joined([reader.part(place, PARAM) for place in self._places_of(tensor)]) for tensor in parameters]
 
@@ -451,7 +456,8 @@ class StateAccess:
                 tensor.detach().copy_(whole)
             for place, before_part in zip(places, _split(old, places), strict=True):
                 if place.parameter.tile_of is not None:
-                    # The tile may stay gathered, for a context around this one.
+                    # A tile of a changed parameter gets the parameter's new rows, too, because it stays gathered if an
+                    # outer context of `gathered` holds it.
                     rows = whole.reshape(-1)[place.parameter.first :][: place.parameter.shape.numel()]
                     place.parameter.tensor.detach().copy_(rows.view(place.parameter.shape))
                 new = whole.reshape(-1)[place.part].cpu()
@@ -461,14 +467,16 @@ class StateAccess:
                     changes.append(StateChange(place=place, kind=MASTER, values=master))
         self.hand_over(changes, step)
         for unit in self._units_of(parameters):
-            # A context around this one looks for changes later, and must not find this one.
+            # An outer context of `gathered` checks its units for changes by the script when it ends. It must not refuse
+            # the change of this context, so each unit notes the new values as known.
             unit.note_values()
 
     @torch.no_grad()
     def hand_over(self, changes: Iterable[StateChange], step: int) -> None:
-        """Make changes a part of the uncommitted `step`.
+        """Hand changed states over to the store, as a part of the uncommitted `step`.
 
-        Each kind of a group is written once, because the store takes only one write of it in a step.
+        Each kind of a flat group is written once with all its changes, because the store takes only one put of a slab
+        in a step.
         """
         by_state: dict[int, list[StateChange]] = {}
         for change in changes:
@@ -487,7 +495,10 @@ class StateAccess:
                 state.refill()
 
     def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[StateChange]:
-        """Return the changes that give one kind of a parameter new values in this rank's part."""
+        """Return the changes that set this rank's part of one kind of a parameter to `part`.
+
+        For "param" and "master" these are the changes of all kinds of the weight, because they change together.
+        """
         group = place.state.group
         if kind not in (_PARAM, _MASTER):
             return [StateChange(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
@@ -496,7 +507,10 @@ class StateAccess:
         return [StateChange(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
     def _checked(self, places: _Places, kind: str, value: torch.Tensor, *, local: bool) -> list[torch.Tensor]:
-        """Return this rank's part [n] of a value that the user gives, for each place of the parameter."""
+        """Check the shape of a value from the user, and return this rank's part [n] of it, one for each tile.
+
+        For a parameter that is not in tiles it is one part. It can raise ConfigError.
+        """
         parameter = places[0].parameter.whole
         wanted = torch.Size([sum(p.part.stop - p.part.start for p in places)]) if local else parameter.shape
         if value.shape != wanted:
@@ -508,10 +522,10 @@ class StateAccess:
         value = value.detach().cpu()
         return _split(value, places) if local else [value.reshape(-1)[place.part] for place in places]
 
-    # These methods find the places of parameters.
+    # The methods below find where a parameter's values are stored.
 
     def _places_of_key(self, key: ParameterKey) -> _Places:
-        """Return the places of a parameter, or of the parameter with that name. It can raise ConfigError."""
+        """Return where a parameter, given by itself or by its name, is stored. Raise ConfigError if there is none."""
         if not isinstance(key, str):
             return self._places_of(key)
         if key not in self._by_name:
@@ -519,7 +533,7 @@ class StateAccess:
         return self._by_name[key]
 
     def _places_of(self, tensor: torch.Tensor) -> _Places:
-        """Return the places of a parameter. It can raise ConfigError."""
+        """Return where a parameter is stored: one place, or one for each tile. It can raise ConfigError."""
         if id(tensor) not in self._places:
             raise ConfigError(f"a tensor of shape {list(tensor.shape)} is not a parameter of this engine's model")
         return self._places[id(tensor)]
@@ -536,7 +550,7 @@ class StateAccess:
     def _whole_gradient(self, place: _Place) -> torch.Tensor:
         """Return the mean over ranks of a gradient so far, [numel] in fp32. All ranks must call this.
 
-        Gradients that the ranks have not reduced yet are rounded as if the ranks reduced them now.
+        The result includes gradients that the ranks have not reduced yet, rounded as if the ranks reduced them now.
         """
         group = place.state.group
         owed = self._gradients.read_unreduced(group, place.slot)
@@ -548,7 +562,10 @@ class StateAccess:
         return total / self._scaler.scale
 
     def _part(self, place: _Place, kind: str) -> torch.Tensor:
-        """Return this rank's part [n] of a kind."""
+        """Return this rank's part [n] of one kind of the parameter or tile at `place`, on the CPU.
+
+        All kinds but "param" are returned in fp32. A gradient is returned without the loss scale.
+        """
         group = place.state.group
         if kind == _GRAD:
             partition = self._gradients.partition_of(group, place.slot)
@@ -558,11 +575,11 @@ class StateAccess:
         return values if kind == _PARAM else values.float()
 
     def _whole(self, places: _Places, kind: str) -> torch.Tensor:
-        """Return all elements of one kind of a parameter, flattened. All ranks must call this."""
+        """Return all elements of one kind of a parameter, flattened and on the CPU. All ranks must call this."""
         return _joined([self._gather(place, self._part(place, kind)) for place in places])
 
     def _gather(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts of a parameter or a tile, one after the other. All ranks must call this."""
+        """Return the whole parameter or tile, made of the `part` that each rank has. All ranks must call this."""
         group = place.state.group
         world_size = self._collectives.world_size
         shards = [next((s for s in group.shards_of(r) if s.slot == place.slot), None) for r in range(world_size)]
@@ -574,7 +591,10 @@ class StateAccess:
 
 
 class _StateReader:
-    """A reader of partitions that keeps the last one, because parameters of a group mostly come one after the other."""
+    """Reads this rank's parts of parameters from their flat groups, and keeps the partition that was read last.
+
+    Parameters of one flat group mostly come one after the other, so the group's partition is read once for them all.
+    """
 
     def __init__(self) -> None:
         self._state: GroupStates | None = None
@@ -595,24 +615,24 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _split(values: torch.Tensor, places: _Places) -> list[torch.Tensor]:
-    """Return this rank's parts of the places, which lie in `values` one after the other."""
+    """Cut `values` into this rank's parts of the tiles of a parameter, which lie in it one after the other."""
     return list(values.split([place.part.stop - place.part.start for place in places]))
 
 
 def _range(shard: ShardRange | None) -> slice:
-    """Return the range of a shard in its partition, in elements."""
+    """Return the elements of a partition in which a shard lies; an empty range if this rank has no shard (None)."""
     return shard.in_partition if shard else slice(0, 0)
 
 
 def _has(group: FlatGroup, kind: str) -> bool:
-    """Return whether the parameters of the group have a kind that the user names."""
+    """Return whether the parameters of the flat group have the kind that the user names."""
     return kind in (_PARAM, _MASTER) or any(kind_name(k) == kind.lower() for k in group.kinds)
 
 
 def _kind_of(group: FlatGroup, kind: str, fqn: str) -> Kind:
-    """Return the kind that the user names as torch names the state.
+    """Return the kind of the store for the user's name of a kind, such as "exp_avg". It can raise ConfigError.
 
-    "master" is the fp32 weight, which is the parameter itself if that is fp32.
+    "master" is the fp32 weight. If the parameter is fp32, it is its own master weight, so the kind is that of "param".
     """
     if kind == _MASTER:
         return group.weight_kind

@@ -1,7 +1,7 @@
-"""The groups of ranks that DeepSpeed's arguments can name: they are honoured if they have all ranks of the run.
+"""The checks of the process groups that DeepSpeed's arguments can name: each must have all ranks of the run.
 
-This module owns the checks. Data parallelism over all ranks is the only kind that there is, so any other group is
-refused.
+This module owns the checks. The library has data parallelism over all ranks and no other kind of parallelism, so a
+group of fewer ranks is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 from trainer_client import comm
 from trainer_client.errors import ConfigError
 
-# The methods by which an `mpu` says over how many ranks it splits something else than the data.
+# The methods of an `mpu` (Megatron's model-parallel unit) that return over how many ranks it splits the model, the
+# sequence or the context. None of them may return more than 1, because ranks split only the data here.
 _OTHER_SIZES = (
     "get_model_parallel_world_size",
     "get_tensor_model_parallel_world_size",
@@ -26,7 +27,7 @@ def check_group(argument: str, group: Any) -> None:
     """Check that a process group has all ranks of the run. None counts as all ranks.
 
     Args:
-        argument: the argument that has the group, for the message.
+        argument: the name of the argument that has the group, for the message.
 
     Raises:
         ConfigError: the group lacks some ranks.
@@ -42,10 +43,10 @@ def check_mpu(argument: str, mpu: Any) -> None:
     """Check that a model-parallel unit of Megatron's kind splits nothing but the data. None splits nothing.
 
     Args:
-        argument: the argument that has the unit, for the message.
+        argument: the name of the argument that has the unit, for the message.
 
     Raises:
-        ConfigError: the unit splits something else.
+        ConfigError: the unit splits the model, the sequence or the context, or its group lacks some ranks.
     """
     for name in _OTHER_SIZES:
         size = getattr(mpu, name, None)

@@ -1,4 +1,4 @@
-"""The optimizer in the form in which the training loop uses it: parameter groups and hyper-parameters, without states.
+"""The optimizer that the training loop sees: parameter groups and hyper-parameters, without optimizer states.
 
 This module owns the parameter groups, which torch's LR schedulers change, and the set of parameters that have optimizer
 states. The store has the states and does the arithmetic. This module must never touch a parameter's values.
@@ -28,16 +28,21 @@ from trainer_client.training.model.parameters import ModelParameter
 
 log = logging.getLogger(__name__)
 
-# The setting that makes torch's Adam its AdamW. No schedule changes it.
+# The name of the setting that makes torch's Adam compute as AdamW. No schedule changes this setting, so it is not taken
+# from a stored run.
 _DECOUPLED = "decoupled_weight_decay"
-# The setting of groups that the config makes for Adam and AdamW. A group without it corrects the bias.
+# The name of a setting of Adam and AdamW in the config: whether the moments' bias is corrected. A parameter group
+# without this setting corrects the bias.
 _CORRECTS = "bias_correction"
 
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
 
 class LossScale(Protocol):
-    """What the optimizer shows of the engine's loss scale, under DeepSpeed's names; see step/precision.py."""
+    """The attributes of the engine's loss scaler that users read. DeepSpeed has the same names.
+
+    step/precision.py has the loss scaler itself.
+    """
 
     is_enabled: bool
     dynamic: bool
@@ -50,7 +55,7 @@ class LossScale(Protocol):
 
 
 class LoopDriver(Protocol):
-    """What the optimizer calls when the user's loop steps the optimizer and not the engine."""
+    """The methods of the engine that StoreOptimizer calls when the user's loop calls its `step` or `zero_grad`."""
 
     @property
     def loss_scaler(self) -> LossScale: ...
@@ -65,24 +70,24 @@ class LoopDriver(Protocol):
 class StoreOptimizer(torch.optim.Optimizer):
     """An optimizer that has taken over the parameter groups of the user's optimizer, the original.
 
-    The two share the same list and dict objects. So a scheduler that was made for the original changes this optimizer,
-    too, and a group that is added to one of them is added to the other.
+    The two optimizers share the same list of groups and the same dicts. So a scheduler that was made for the original
+    changes this optimizer, too, and a group that is added to one of them is added to the other.
 
     A parameter has optimizer states if, when the groups are taken over, it requires a gradient, is in a group, or is
     named by `may_thaw`. Only a parameter with states may be put into a group or be trained later. A trainable parameter
     that is in no group has a gradient and is never updated, as in torch.
 
     Args:
-        original: an optimizer that has made no step. The memory of its states is freed.
+        original: an optimizer that has made no step. Its states are dropped, so that their memory is freed.
         parameters: all parameters of the model.
         may_thaw: patterns (of `fnmatch`) for the FQNs of parameters that are frozen now and may be trained later.
 
     Attributes:
-        parameter_offload: what DeepSpeed has under this name. The attribute is there at stage 3 only.
+        parameter_offload: DeepSpeed's attribute, see model/parameter_offload.py. It exists at stage 3 only.
 
     Raises:
-        ConfigError: the store does not run the class, its kernels do not have a flag, a group has parameters that are
-            not the model's, or a pattern names no parameter.
+        ConfigError: the store does not run the optimizer's class, the store's kernels do not support a flag of it, a
+            group has parameters that are not the model's, or a pattern names no parameter.
     """
 
     parameter_offload: ParameterOffload
@@ -124,10 +129,10 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The original. It has the same parameter groups, and no states, because the store has them."""
+        """The original optimizer. It has the same parameter groups, and no states, because the store has them."""
         return self._original
 
-    # The loss scale, as DeepSpeed's optimizers show it
+    # The properties below show the loss scale, as DeepSpeed's optimizers do.
 
     @property
     def loss_scaler(self) -> LossScale:
@@ -146,7 +151,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """Whether the loss scale is dynamic: it falls at an overflow, and grows when none has come for long."""
         return self.loss_scaler.dynamic
 
     @property
@@ -167,7 +172,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         return to_ranges(sorted(self._stateful))
 
     def add_param_group(self, param_group: ParameterGroup) -> None:
-        """Add a group, as torch's optimizers do.
+        """Add a parameter group, as torch's optimizers do.
 
         Raises:
             ConfigError: the store cannot update the group, for example because a parameter has no states. Nothing was
@@ -183,7 +188,8 @@ class StoreOptimizer(torch.optim.Optimizer):
     def check_groups(self) -> None:
         """Check that the next step can be made with the groups and the model's parameters as they are now.
 
-        Users and schedulers change both without calling this class, so the engine calls this once a step.
+        Users and schedulers change groups and parameters without calling this class, so the engine calls this once a
+        step.
 
         Raises:
             ConfigError: the message names the group or the parameter, and what is wrong with it.
@@ -214,7 +220,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         if self._update is not None:
             self._run(self._update)
             return None
-        # torch has surrounded this call with the user's step hooks, so the engine's step must not call it again.
+        # torch runs the user's step hooks around each call of `step`. If the user calls `step`, the engine's step calls
+        # `make_step` in turn. `make_step` must then not call `step` again, because the hooks would run twice.
         self._is_user_stepping = True
         try:
             self._driver().step()
@@ -223,7 +230,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         return None
 
     def make_step(self, update: Callable[[], None]) -> None:
-        """Run the engine's `update` as a step of this optimizer, with the user's step hooks around it, once."""
+        """Run the engine's `update` as one step of this optimizer, with the user's step hooks before and after it."""
         if self._is_user_stepping:
             self._run(update)
             return
@@ -235,8 +242,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _run(self, update: Callable[[], None]) -> None:
         update()
-        # The original has no gradients, so its step updates nothing. It tells a scheduler that was made for the
-        # original that a step was made, and runs the user's step hooks.
+        # The parameters have no `.grad`, so the step of the user's original optimizer updates nothing. It is called
+        # nevertheless, because a scheduler that was made for the original optimizer counts the calls, and because it
+        # runs the user's step hooks.
         self._original.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -244,7 +252,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._driver().zero_grad(set_to_none)
 
     def drive(self, engine: LoopDriver) -> None:
-        """Have the user's `step()` and `zero_grad()` call those of `engine`, as long as it is not garbage-collected."""
+        """Have the user's `step()` and `zero_grad()` call those of `engine`. The optimizer does not keep it alive."""
         self._engine = weakref.ref(engine)
 
     def _driver(self) -> LoopDriver:
@@ -261,7 +269,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
-        """The states that the store keeps of each parameter.
+        """The kinds of optimizer state that the store keeps of each parameter: all that any group needs.
 
         They never change after the first use of this property, because the job is opened with them.
         """
@@ -271,7 +279,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         return self._state_kinds
 
     def groups_of_parameters(self) -> dict[int, int]:
-        """Return for each parameter (index in the model) that is in a group now the number of its group."""
+        """Return the number of the group of each parameter, by the parameter's index in the model.
+
+        Parameters that are in no group now are left out.
+        """
         return {
             self._index_of[id(tensor)]: number
             for number, group in enumerate(self.param_groups)
@@ -283,7 +294,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         return self._record.to_row(self.param_groups[group], self.defaults, update_count)
 
     def settings(self) -> list[ParameterGroup]:
-        """Return the settings of the groups for the client state.
+        """Return the hyper-parameters of the parameter groups, for the client state of a commit.
+
+        `load_settings` sets the groups to them in a later run.
 
         The parameters of each group are stored as ranges of their indexes in the model.
         """
@@ -297,7 +310,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         """Check that `load_settings` can set the groups to these settings.
 
         Raises:
-            ConfigError: a group has other parameters than it had then, or there are more groups now than then.
+            ConfigError: a group has other parameters than in `settings`, or `settings` has fewer groups than there are.
         """
         if len(settings) < len(self.param_groups):
             raise ConfigError(
@@ -315,21 +328,24 @@ class StoreOptimizer(torch.optim.Optimizer):
                 )
 
     def load_settings(self, settings: Sequence[ParameterGroup]) -> None:
-        """Set the groups to what `settings` returned in an earlier run, and add the groups that were added during it.
+        """Set the groups to what `settings` returned in an earlier run, and add the groups that were added in it.
 
-        It raises what `check_settings` raises, and changes nothing then.
+        It can raise ConfigError, as `check_settings`, before anything is changed.
         """
         self.check_settings(settings)
         for number, stored in enumerate(settings):
             values = dict(stored)
-            # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
+            # Adam and AdamW have the same states, so a run with the one may go on with the other. The stored flag of
+            # decoupled weight decay is dropped, because it would turn the optimizer that this run passes into that of
+            # the earlier run.
             values.pop(_DECOUPLED, None)
             if _CORRECTS in self.defaults:
                 values.setdefault(_CORRECTS, True)
             indexes = from_ranges(values.pop("params"))
             if number == len(self.param_groups):
                 members = [self._parameters[index] for index in indexes]
-                # torch wants the names of the parameters in all groups, or in none.
+                # torch requires that either all parameter groups have names of their parameters, or none. So the added
+                # group gets names if the first group has them.
                 named = "param_names" in self.param_groups[0]
                 params = [(p.fqn, p.tensor) for p in members] if named else [p.tensor for p in members]
                 self.add_param_group({**values, "params": params})
@@ -362,7 +378,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
 
 class StatesInStore(defaultdict[Any, Any]):
-    """The `state` of an optimizer whose states are in the store: empty, and it says so where a script uses it."""
+    """The `state` of an optimizer whose states are in the store: empty, and an access raises ConfigError."""
 
     def __missing__(self, _: Any) -> Any:
         raise self._refusal()
@@ -374,11 +390,11 @@ class StatesInStore(defaultdict[Any, Any]):
         raise self._refusal()
 
     def clear(self) -> None:
-        """Refuse the call, because it would clear nothing."""
+        """Refuse the call, because this dict has no states that could be cleared."""
         raise self._refusal()
 
     def pop(self, *_: Any) -> Any:
-        """Refuse the call, because there is nothing here to take away."""
+        """Refuse the call, because this dict has no states that could be removed."""
         raise self._refusal()
 
     def _refusal(self) -> ConfigError:
@@ -402,12 +418,12 @@ def make_optimizer(
         argument: an optimizer that the store runs, or a callable that takes parameters and returns such an optimizer.
         section: the config's section `optimizer`.
         model_parameters: the parameters or parameter groups to optimise; None stands for all trainable parameters.
-            Without effect beside an optimizer instance, which has its groups.
+            Without effect if `argument` is an optimizer instance, which has its own groups.
         parameters: all parameters of the model.
         may_thaw: see StoreOptimizer.
 
     Raises:
-        ConfigError: see StoreOptimizer; or there is no optimizer.
+        ConfigError: see StoreOptimizer; or there is neither `argument` nor `section`.
     """
     if isinstance(argument, torch.optim.Optimizer):
         return StoreOptimizer(argument, parameters, may_thaw)
@@ -419,13 +435,15 @@ def make_optimizer(
             'no optimizer: write {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}, or pass one; for inference '
             "without one, write zero_optimization.stage 3"
         )
-    # torch refuses an empty list of parameters, but takes a group with an empty list.
+    # A list of no parameters is passed within a group, because torch refuses an empty list of parameters, but takes a
+    # group with an empty list.
     groups = [{"params": chosen}] if model_parameters is None else chosen
     try:
         original = OPTIMIZERS[section.type].torch_class(groups, **section.params.arguments())
     except ValueError as error:
         raise ConfigError(f"optimizer.params is refused by {section.type}: {error}") from None
-    # A group that is added later takes what it lacks from the defaults.
+    # The settings of the config become defaults of the optimizer, because a parameter group that is added later takes
+    # from them the settings that it lacks.
     original.defaults |= section.params.group_settings()
     for group in original.param_groups:
         group |= {key: value for key, value in section.params.group_settings().items() if key not in group}

@@ -1,1 +1,1 @@
-"""The optimizers that the store runs: optimizer.py defines their record, and registry.py lists all records."""
+"""The optimizers that the store runs: optimizer.py has the class that describes one, registry.py lists all."""

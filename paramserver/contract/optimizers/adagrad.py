@@ -32,8 +32,9 @@ def _rule(values: pb.Adagrad, weights: Tensors, gradients: Tensors, states: Stat
 
 def update_without_kernel(values: pb.Adagrad, weights: Tensors, gradients: Tensors, squares: Tensors) -> None:
     """Update weights and sums with torch's function of Adagrad, because torch has no fused kernel for CUDA."""
-    # Unlike the kernel, the function adds 1 to each count, in place. So each weight gets a tensor of its own here. The
-    # function `count` would return one tensor for all weights, and the same one, already changed, to its next caller.
+    # Unlike torch's fused kernel, torch's function `adagrad` adds 1 to each weight's update count, in place. So each
+    # weight gets a count tensor of its own. The project's function `count` would return one tensor for all weights, and
+    # give the changed tensor to its next caller.
     counts = [torch.tensor(float(values.update_count - 1), dtype=torch.float32) for _ in weights]
     adagrad(
         [*weights],

@@ -1,4 +1,4 @@
-"""The record of an optimizer: the states that it keeps, the valid ranges of its hyper-parameters, and its arithmetic.
+"""The class that describes an optimizer: its states, the valid ranges of its hyper-parameters, and its arithmetic.
 
 The daemon applies the rule to the states that it stores, and a trainer to the states on its own device. Both use the
 same function, so both give the same bits. Each rule is elementwise: on the CPU, parts of a tensor that are cut at
@@ -42,9 +42,9 @@ class Optimizer:
         ranges: for each numeric field of the message, a function that returns whether a value is valid. The ranges are
             those of the optimizer's class in torch.
         rule: a function of (values, weights, gradients, states) that updates weights and states in place, on any
-            device. Its lists are parallel, and the tensors of one place in them are [n] fp32. A kernel gets them
-            in one call, because each launch on a GPU takes some microseconds. The gradients are unscaled and clipped;
-            the rule may overwrite them.
+            device. Each list has one tensor for each weight, and those at one index are [n] fp32. A kernel gets all of
+            them in one call, because each launch on a GPU takes some microseconds. The gradients are unscaled and
+            clipped; the rule may overwrite them.
         needs_states: returns whether an update with these values uses the states at all.
         find_conflict: returns what is wrong with values that are each in their range, or None if nothing is wrong.
     """
@@ -75,5 +75,6 @@ def is_count(value: float) -> bool:
 @functools.lru_cache(maxsize=8)
 def count(update_count: int, device: torch.device) -> torch.Tensor:
     """Return the number of an update in the form that torch's kernels take. The kernels only read the tensor."""
-    # The type does not follow torch.get_default_dtype(), because bf16 has no 257 and the kernels for CUDA read fp32.
+    # The tensor of the update count is fp32 and not torch.get_default_dtype(), because bf16 cannot represent the number
+    # 257 and the kernels for CUDA read fp32.
     return torch.tensor(float(update_count), dtype=torch.float32, device=device)

@@ -1,10 +1,10 @@
-"""The optimizers that the store runs, and the checks of a row of hyper-parameters.
+"""The optimizers that the store runs, and the checks of an optimizer's hyper-parameters.
 
 To add an optimizer, add a message to the contract's HyperParameters, a module with its record in this folder, and an
 entry in the tuple below; then add its other half to trainer_client/optimizers/registry.py.
 
-The rules call torch's fused kernels directly and not the functions of torch.optim, because the bookkeeping of these
-takes longer than the kernel does for ten thousand elements, and even more if the processor's cache is full of states.
+The rules call torch's fused kernels directly and not the functions of torch.optim. The bookkeeping of torch.optim takes
+longer than the kernel does for ten thousand elements, and even more if the processor's cache is full of states.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def apply(row: HyperParameters, weights: Tensors, gradients: Tensors, states: St
 
 
 def state_kinds(row: HyperParameters) -> tuple[Kind, ...]:
-    """Return the states that `apply` reads and writes for this row."""
+    """Return the kinds of states, such as exp_avg, that `apply` reads and writes with these hyper-parameters."""
     name = row.WhichOneof("optimizer")
     optimizer = OPTIMIZERS[name]
     return optimizer.states if optimizer.needs_states(getattr(row, name)) else ()
 
 
 def find_problem(row: HyperParameters) -> str | None:
-    """Return a text that names the wrong field of a row and says what is wrong; None if the row is valid.
+    """Return which hyper-parameter of `row` is wrong and why, or None if all of them are valid.
 
-    The daemon checks each row that it receives, and a trainer checks its rows before it begins a step.
+    The daemon checks the hyper-parameters that it receives, and a trainer checks its own before it begins a step.
     """
     name = row.WhichOneof("optimizer")
     if name is None:

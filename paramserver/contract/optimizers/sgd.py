@@ -24,7 +24,7 @@ def _rule(values: pb.Sgd, weights: Tensors, gradients: Tensors, states: States) 
         dampening=values.dampening,
         nesterov=values.nesterov,
         maximize=False,
-        # In the first update the momentum buffer becomes the gradient.
+        # With this flag torch sets the momentum buffer to the gradient, as in the first update of a weight.
         is_first_step=values.momentum != 0 and values.update_count == 1,
     )
 

@@ -1,4 +1,4 @@
-"""The opening of files that other programs have made: a file in place of which there is a pipe must not hold a program.
+"""The opening of files that other programs have made. A pipe in place of a file must not block this program.
 
 A symbolic link is followed, because caches of models consist of links to the files of another directory.
 """
@@ -19,7 +19,8 @@ def open_regular(path: Path) -> BufferedReader:
         OSError: the file cannot be opened, or is a directory, a pipe, a socket or a device, which may have no end.
     """
     _check(path, path.stat())
-    # Without O_NONBLOCK, a pipe that has taken the file's place since the check would hold this call.
+    # The file is opened with O_NONBLOCK, because a pipe may have taken the file's place since the check, and opening a
+    # pipe would wait for a writer.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     try:
         _check(path, os.fstat(file.fileno()))
@@ -36,7 +37,8 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         OSError: see `open_regular`; or the file has more than `most_bytes`.
     """
     with open_regular(path) as file:
-        # A file of the kernel has the size 0 and bytes without end, so no more than the size is read.
+        # At most the reported size of the file is read, because a file of /proc has the size 0 and may have bytes
+        # without end.
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes, above {most_bytes}", str(path))

@@ -6,8 +6,8 @@ carries out only the part of it that makes numbers, texts, tuples, lists and dic
 what a `Made` stands for, once all of the pickle was read.
 
 A value costs at most some 100 bytes of memory for each byte of the pickle. No value is nested deeply, and none is much
-larger than the pickle when its shared parts are written out. So a caller may walk through values with functions that
-call themselves, and may write them into the text of an error.
+larger than the pickle when its shared parts are written out. So a caller may walk through values with recursive
+functions, and may write them into the text of an error.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The most tuples, lists, dicts and calls within each other.
+# The limit on how deeply tuples, lists, dicts and calls of a pickle may be nested.
 MOST_LEVELS = 64
-# The most values that the result has when its shared parts are written out, for each operation of the pickle. A state
-# dict of torch.save has 1 to 3 of them, because a tensor refers to its name and to its shape once.
+# The limit on the number of values in a pickle's result, divided by the number of the pickle's operations. A value that
+# is shared counts once for each reference to it. A state dict of torch.save has 1 to 3 values for each operation,
+# because a tensor refers to its name and to its shape once.
 MOST_COPIES = 16
-# An integer of Python has no limit, and one of a million digits cannot be printed. Unique ids have 16 bytes.
+# The longest integer that a pickle may have. Integers of Python have no limit, and one of a million digits cannot be
+# printed. 16 bytes are enough for a UUID.
 MOST_INTEGER_BYTES = 16
-# Integers can be chosen so that a dict takes the square of their number of steps. Texts cannot.
+# The limit on the number of dict keys in a pickle that are not strings. A file can choose integers that collide in a
+# dict, so that filling the dict takes quadratic time. A file cannot choose such strings.
 MOST_NUMBERED_KEYS = 1 << 14
 _PROTOCOLS = range(2, 6)
-# Protocol 2 has the names of Python 2.
+# The names of modules in Python 2, which pickles of protocol 2 use, and their names in Python 3.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class PlainPickleError(ValueError):
-    """The pickle is damaged, or says what a plain value cannot be."""
+    """The pickle is damaged, or describes something that is not a plain value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """The name of a function, a class or a constant of a module."""
+    """A value that stands for a function, a class or a constant of a module, of which only the name is known."""
 
     module: str
     name: str
@@ -48,7 +51,7 @@ class Name:
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """An object as the pickle has it made.
+    """An object that the pickle would make by a call. The call is not made here.
 
     Attributes:
         callee: the function or the class that would be called.
@@ -67,7 +70,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outside:
-    """A value that the pickle does not have, under the key by which the program that wrote it would find the value."""
+    """A value that the pickle only refers to: `key` is the persistent id, which tells the writing program its place."""
 
     key: Any
 
@@ -102,7 +105,7 @@ _TOO_DEEP = f"it has more than {MOST_LEVELS} values within each other"
 
 
 def calls(root: Any) -> Iterator[Made]:
-    """Yield each call in a value that `read` has returned, once."""
+    """Yield each Made (a call that the pickle would make) in a value that `read` has returned, once."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -115,7 +118,7 @@ def calls(root: Any) -> Iterator[Made]:
 
 
 class _PickleReader:
-    """The stack and the memo of a pickle that is being read."""
+    """The interpreter of one pickle. It has the pickle's stack and memo, and a function for each opcode."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -169,7 +172,8 @@ class _PickleReader:
 
     def _push_text(self, text: str) -> None:
         if not text.isascii():
-            # Half a character, which pickle admits, cannot be sent or printed. It raises ValueError.
+            # A pickle may have a string with a lone surrogate, which cannot be sent or printed. `encode` raises
+            # ValueError for such a string, so the pickle is refused.
             text.encode()
         self._stack.append(text)
 
@@ -199,7 +203,8 @@ class _PickleReader:
         return since
 
     def _remember(self, number: int) -> None:
-        # Programs number what they remember in order. Another order would be a table of any size for some bytes.
+        # Programs number the values in a pickle's memo in order. A larger number is refused, because a few bytes could
+        # otherwise make the memo a list of any size.
         if number > len(self._memo):
             raise PlainPickleError(f"it remembers value {number} after {len(self._memo)} others")
         self._memo[number : number + 1] = [self._stack[-1]]
@@ -228,7 +233,7 @@ class _PickleReader:
             raise TypeError(f"keys are set in a {type(target).__name__}")
 
     def _check_key(self, key: Any) -> None:
-        """Raise TypeError for a key whose place in a dict takes long to find."""
+        """Raise TypeError for a key of a type that a dict may take long to find, PlainPickleError for too many keys."""
         if isinstance(key, str | Made):
             return
         parts = key if isinstance(key, tuple) else (key,)
@@ -259,7 +264,7 @@ _WITH_PARTS = (tuple, list, dict, Made, Outside)
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the values within a value of _WITH_PARTS."""
+    """Return the values that a container holds, which is of a type in _WITH_PARTS."""
     match value:
         case dict():
             return [*value.keys(), *value.values()]
@@ -275,12 +280,13 @@ def _parts(value: Any) -> list[Any]:
 def _check_shape(root: Any, most_values: int) -> None:
     """Check that a value is not nested deeply, does not contain itself, and is not too large when written out.
 
-    It raises PlainPickleError. It does not call itself, because a pickle can be nested a million times.
+    It raises PlainPickleError. This function is not recursive, because a pickle can have a million levels.
     """
-    # By the id of each value with parts: its levels and its size or, until they are known, those of its parts that have
-    # parts.
+    # For each list, tuple, dict or call, by its id: the number of its levels and its size. While these are unknown, the
+    # entry is the list of those of its parts that have parts themselves.
     shapes: dict[int, tuple[int, int] | list[Any]] = {}
-    # The values whose parts are being looked at lie within each other.
+    # The number of values whose parts are being looked at now. Each of these values lies within the one before it, so
+    # their number is the depth that was reached.
     unfinished = 0
     waiting = [root] if isinstance(root, _WITH_PARTS) else []
     while waiting:

@@ -1,7 +1,7 @@
 """The archive in which `torch.save` writes: a zip without compression, of which only the list of records is trusted.
 
 The records are read where the list says that they are, by this module alone. Two readers of a zip can see different
-records in one file, so a check by one of them says nothing about what the other one reads.
+records in one file, so a check by one reader would say nothing about what another reader reads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import IO
 from trainer_client.errors import ImportCheckpointError
 
 _READ_AT_ONCE = 4 << 20
-# The header that a record has before its bytes, without the name and the extra field: its signature, and the lengths of
-# these two at its end.
+# The fixed part of the header that comes before the bytes of each record in a zip archive. It has the signature and, at
+# its end, the lengths of the record's name and of the extra field, which follow it.
 _HEADER = struct.Struct("<4s22xHH")
 _SIGNATURE = b"PK\3\4"
 _ENCRYPTED = 1
@@ -26,7 +26,7 @@ _ENCRYPTED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The bytes of one entry of an archive, and their CRC-32."""
+    """One entry of an archive: where its bytes are in the file, and their CRC-32."""
 
     first_byte: int
     size_bytes: int
@@ -44,7 +44,8 @@ class TorchArchive:
         """Read the list of records of an open file, which must stay open. `where` names the file in errors.
 
         Raises:
-            ImportCheckpointError: the file is no such archive, or a reader could take more memory than it has bytes.
+            ImportCheckpointError: the file is no such archive, or reading it could take more memory than the file has
+                bytes.
         """
         self._file = file
         self._where = where
@@ -59,11 +60,11 @@ class TorchArchive:
         except ImportCheckpointError:
             raise
         except Exception as error:
-            # The library raises errors of many classes for a damaged archive.
+            # zipfile raises errors of many classes for a damaged archive, so errors of all classes are caught.
             raise damaged(where, error) from None
 
     def read(self, record: Record) -> bytes:
-        """Return the bytes of a record."""
+        """Return the bytes of one of this archive's records, read from the file."""
         self._file.seek(record.first_byte)
         return self._file.read(record.size_bytes)
 
@@ -78,7 +79,7 @@ class TorchArchive:
                 raise ImportCheckpointError(f"{self._where}: record {name!r} differs from its checksum")
 
     def _locate(self, entries: list[zipfile.ZipInfo]) -> Mapping[str, Record]:
-        """Return the records of the entries. It can raise ImportCheckpointError."""
+        """Return the record of each entry in the zip's list, by its name. It can raise ImportCheckpointError."""
         directories = {entry.filename.partition("/")[0] for entry in entries}
         found: dict[str, Record] = {}
         end = 0
@@ -112,6 +113,6 @@ class TorchArchive:
 
 
 def damaged(where: object, error: Exception) -> ImportCheckpointError:
-    """Return the error for a file whose reading has failed with another error."""
+    """Return the error that says that the file `where` is damaged, because reading it has failed with `error`."""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     return ImportCheckpointError(f"{where} is damaged or not a file of torch.save: {reason}")

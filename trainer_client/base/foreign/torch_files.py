@@ -27,13 +27,14 @@ from trainer_client.base.foreign.plain_pickle import Made, Name, Outside
 from trainer_client.base.foreign.torch_archive import Record, TorchArchive, damaged
 from trainer_client.errors import ImportCheckpointError
 
-# The most bytes of the pickle in a file. It has names and shapes only: about 300 bytes for each tensor.
+# The most bytes of the pickle in a file of torch.save. The pickle has names and shapes only: about 300 bytes for each
+# tensor.
 _MAX_PICKLE_BYTES = 512 << 20
 _MOST_DIMENSIONS = 64
 _MAX_SIZE = (1 << 63) - 1
 _PICKLE, _BYTE_ORDER, _DATA = "data.pkl", "byteorder", "data/"
 
-# The classes by which a pickle names the element type of a storage.
+# The dtype of a storage by the name of the class that stands for the storage in a pickle.
 _STORAGES: Mapping[str, torch.dtype] = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -53,9 +54,11 @@ _DTYPES: Mapping[str, torch.dtype] = {
     f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 _TENSORS = ("torch.nn.parameter.Parameter", "torch.Tensor", "torch._tensor.Tensor")
-# The classes that make as many bytes as a number asks for, besides storages.
+# The classes, besides storages, that allocate as many elements as their argument says. A pickle that calls one of them
+# with a number is refused, because the file could ask for any amount of memory.
 _TAKE_SIZES = ("builtins.bytearray", *_TENSORS, *(name.replace("Storage", "Tensor") for name in _STORAGES))
-# The functions of torch that make tensors without plain bytes: sparse, quantized, nested and meta tensors.
+# The prefix of torch's functions that make tensors. All known ones are listed in `_Maker`; the others make tensors
+# without plain bytes, that is sparse, quantized, nested and meta tensors, and are refused.
 _NOT_PLAIN = "torch._utils._rebuild_"
 
 StandIns = Mapping[str, Callable[..., Any]]
@@ -121,7 +124,8 @@ def check_tensor(path: Path, name: str, tensor: Any) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise ImportCheckpointError(f"{path}: {name!r} is a {type(tensor).__name__} where a tensor is expected")
-    # A stride of 0 would let a small file stand for a tensor of any size.
+    # A tensor that is not contiguous is refused, because with a stride of 0 a small file could stand for a tensor of
+    # any size.
     if not tensor.is_contiguous() or tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ImportCheckpointError(f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not contiguous")
     return tensor
@@ -137,13 +141,13 @@ def verify(path: Path) -> None:
 
 
 def judged(content: bytes, where: str) -> bytes:
-    """Return a file of torch.save with the records of another one, which `torch.load(weights_only=True)` may read.
+    """Return a copy of a file of torch.save that `torch.load(weights_only=True)` may read.
 
-    The records are written anew, so torch's reader of archives sees the pickle that was judged here. Which functions
-    the pickle may name is left to torch, but for those that take any amount of memory.
+    The records are written anew, so torch's reader of archives sees the same pickle that was checked here. torch
+    decides which functions the pickle may name; this function refuses only those that can take any amount of memory.
 
     Raises:
-        ImportCheckpointError: the bytes are damaged, or would make objects that are much larger than they are.
+        ImportCheckpointError: the bytes are damaged, or would make objects that are much larger than the bytes.
     """
     with io.BytesIO(content) as file:
         archive = TorchArchive(file, where)
@@ -161,7 +165,10 @@ def judged(content: bytes, where: str) -> bytes:
 
 
 def _pickle(archive: TorchArchive, where: object) -> tuple[Any, set[Name]]:
-    """Return the value of an archive's pickle, and the names in it. It can raise ImportCheckpointError."""
+    """Return what the archive's pickle says, as `plain_pickle.read` returns it, and all names in the pickle.
+
+    It can raise ImportCheckpointError.
+    """
     record = archive.records.get(_PICKLE)
     if record is None or record.size_bytes > _MAX_PICKLE_BYTES:
         size = "no pickle" if record is None else f"a pickle of {record.size_bytes} bytes, above {_MAX_PICKLE_BYTES}"
@@ -173,7 +180,10 @@ def _pickle(archive: TorchArchive, where: object) -> tuple[Any, set[Name]]:
 
 
 def _content(archive: TorchArchive, memory: mmap.mmap | bytearray, where: object, stand_ins: StandIns) -> Any:
-    """Return the object of an archive, whose tensors are views of `memory`. It can raise ImportCheckpointError."""
+    """Return the object that an archive holds. Its tensors are views of `memory`, the archive's own bytes.
+
+    It can raise ImportCheckpointError.
+    """
     value, names = _pickle(archive, where)
     if (order := archive.records.get(_BYTE_ORDER)) and archive.read(order).decode(errors="replace") != sys.byteorder:
         raise ImportCheckpointError(f"{where} was saved on a machine with another order of bytes")
@@ -189,12 +199,13 @@ def _content(archive: TorchArchive, memory: mmap.mmap | bytearray, where: object
     try:
         return maker.make(value)
     except Exception as error:
-        # A damaged pickle, and a stand-in, can raise an error of any class.
+        # A damaged pickle can raise an error of any class, and so can a stand-in for a class, so errors of all classes
+        # are caught.
         raise damaged(where, error) from None
 
 
 class _Maker:
-    """The making of objects of what a pickle says. An error of any class says that it says nothing sensible."""
+    """The maker of the objects that a pickle describes. An error of any class means that the pickle is not valid."""
 
     def __init__(self, memory: mmap.mmap | bytearray, records: Mapping[str, Record], stand_ins: StandIns) -> None:
         self._memory = memory
@@ -206,7 +217,8 @@ class _Maker:
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor_v3": self._tensor_of_untyped,
-            # A parameter is the tensor in it, whose gradient, hooks and attributes are of no use here.
+            # A Parameter becomes its tensor alone, without gradient, hooks and attributes, because importers need the
+            # values only.
             "torch._utils._rebuild_parameter": lambda made: self.make(made.args[0]),
             "torch._utils._rebuild_parameter_with_state": lambda made: self.make(made.args[0]),
             "torch._tensor._rebuild_from_type_v2": lambda made: self._new(Made(made.args[0], made.args[2])),
@@ -222,7 +234,7 @@ class _Maker:
         }
 
     def knows(self, name: Name) -> bool:
-        """Return whether a name is that of something which can be made."""
+        """Return whether `make` can make objects of the function or class that `name` names."""
         return (
             str(name) in self._makers
             or str(name) in self._stand_ins
@@ -232,7 +244,10 @@ class _Maker:
         )
 
     def make(self, value: Any) -> Any:
-        """Return the object of a value. A value that several others share becomes one object."""
+        """Return the object that a value of the pickle describes.
+
+        If several values refer to one value, they refer to one object in the result, too.
+        """
         if not isinstance(value, tuple | list | dict | Made | Name):
             return value
         if id(value) not in self._made:
@@ -266,7 +281,10 @@ class _Maker:
         return found
 
     def _bytes(self, made: Made) -> bytearray:
-        """Return the bytes of a bytearray, which could be asked for by their number, too: as many as one likes."""
+        """Return the bytearray that a call in the pickle describes.
+
+        A call that gives only a length is refused, because a file could ask for any length.
+        """
         content = self.make(made.args[0]) if made.args else b""
         if not isinstance(content, bytes):
             raise TypeError(f"a bytearray of a {type(content).__name__}")
@@ -281,7 +299,7 @@ class _Maker:
         return _strided(self._storage(storage, self.make(dtype)), offset, size, stride)
 
     def _storage(self, storage: Outside, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return all elements of a storage, flat. A storage that is used twice is one tensor for both uses."""
+        """Return all elements of a storage of the file as a 1-D tensor, the same one each time it is used."""
         kind, name, key, _, numel = storage.key
         stored = _STORAGES[str(name)]
         if kind != "storage" or not isinstance(numel, int):
@@ -302,7 +320,7 @@ class _Maker:
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    """Return sizes, strides or offsets of a tensor. Raise ValueError if they cannot be those of any tensor."""
+    """Return `values` as the sizes, strides or offsets of a tensor. Raise ValueError if no tensor can have them."""
     sizes = tuple(values.args[0] if isinstance(values, Made) else values)
     if len(sizes) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
         raise ValueError("a tensor with impossible sizes")
@@ -310,7 +328,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _strided(flat: torch.Tensor, offset: int, size: Any, stride: Any) -> torch.Tensor:
-    """Return a view of a storage. Raise ValueError if it would leave the storage."""
+    """Return the view of a storage that a tensor is. Raise ValueError if it has elements outside the storage."""
     sizes, strides, (first,) = _sizes(size), _sizes(stride), _sizes((offset,))
     if len(sizes) != len(strides) or math.prod(sizes) > _MAX_SIZE:
         raise ValueError("a tensor with impossible sizes")

@@ -43,37 +43,40 @@ from trainer_client.base.lanes.lanes import WHOLE, Act, CopyAhead, HostLanes, La
 
 SLOTS = 2
 
-# The store expects a rank to lease two units at a time: one that it copies, and the next one.
+# The most calls that may wait for copies into the device to be done, each of which gives a lease back. The store
+# expects a rank to lease two units at a time: the unit that the rank copies, and the next one.
 _MOST_COPIES_IN = 1
 
-# The gradients of so many flat groups may wait on the device for their copy.
+# The most flat groups whose gradients may wait on the device for their copy to host memory.
 MOST_COPIES_OUT = 4
 
-# The time that `close` waits for copies. All copies end, unless the device is lost or waits for a rank that has gone.
+# The time that `DeviceLanes.close` waits for copies. All copies end, unless the device is lost or waits for a rank that
+# has gone.
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.001
 
 
 class Lane:
-    """A stream of the device. The events of one lane are complete in the order in which they were recorded."""
+    """A stream of the device, to which DeviceLanes gives one kind of work. Its events complete in their order."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device=device)
 
     def wait_for(self, event: torch.Event | None) -> None:
-        """Begin what comes next only when `event` is complete, or at once if it is None."""
+        """Let the lane's later work begin only when `event` is complete, or at once if `event` is None."""
         if event is not None:
             self.stream.wait_event(event)
 
     def mark(self) -> torch.Event:
-        """Return the event that is complete when the lane has done all that it was given."""
+        """Return an event that is complete when the lane has done all the work that it was given so far."""
         return self.stream.record_event()
 
 
 class StagingSlot:
     """Staging memory on the device, which the in-lane owns; see [Note: no block changes its stream].
 
-    Life: `begin`, then the in-lane fills it, `filled`; comm may gather in it; the compute stream reads it, `drained`.
+    Life: `begin` returns the memory. The in-lane fills it until the event `filled`, the comm lane may gather in it, and
+    the compute stream reads it until the event `drained`.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
@@ -83,12 +86,15 @@ class StagingSlot:
         self._drained: torch.Event | None = None
 
     def begin(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` for the in-lane to write to, when what was in the slot is read."""
+        """Return `nbytes` for the in-lane to write to. The in-lane waits until the slot's former bytes were read."""
         self.wait_until_drained()
         if self._memory is None or self._memory.numel() < nbytes:
-            # The former memory is freed before more is allocated. The in-lane has waited, so it may use it again.
+            # The smaller memory is freed before a larger one is allocated, so that both do not exist at once. The
+            # in-lane has waited for the last read of the smaller memory, so the in-lane's next tensors may use that
+            # memory.
             self._memory = None
-            # This may be a forward in inference mode, and its tensors could not be written to in a later forward.
+            # `begin` may run within a forward in inference mode. A later forward could not write to a tensor that was
+            # made in inference mode, so the mode is switched off while the memory is allocated.
             with self._lane.stream, torch.inference_mode(False):
                 self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._memory[:nbytes]
@@ -106,13 +112,13 @@ class StagingSlot:
         self._memory = None
 
     def note_drained(self, event: torch.Event) -> None:
-        """Take note of the event after which the slot may be written again."""
+        """Keep the event after which the slot's bytes were read, so that the in-lane may write to the slot again."""
         self._drained = event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owed:
-    """A call that is owed after an event.
+    """A call that is to be made when an event is complete; see [Note: calls that are owed].
 
     Attributes:
         event: it is complete when the call may be made.
@@ -124,12 +130,13 @@ class _Owed:
 
 
 class CopyOut:
-    """Copies from the device to host memory that were begun."""
+    """The PendingCopy of DeviceLanes: copies from the device to host memory that `copy_out` has begun."""
 
     def __init__(self, lanes: DeviceLanes, event: torch.Event, used: tuple[torch.Tensor, ...], act: Act | None) -> None:
         self._lanes = lanes
         self._event = event
-        # The memory that the copies read, until it is known that they are done.
+        # The memory that the copies read. The reference is kept until the copies are known to be done, so that torch
+        # does not reuse the memory.
         self._used = used
         self._act = act
 
@@ -141,7 +148,7 @@ class CopyOut:
         self._lanes.finish_copy_out(self)
 
     def end(self) -> None:
-        """Wait until the copies are done, free the memory that they read, and make the call that is owed."""
+        """Wait until the copies are done, free the memory that they read, and make the call that follows them."""
         self._lanes.wait_for(self._event)
         self._used = ()
         self._lanes.remove(self)
@@ -151,7 +158,10 @@ class CopyOut:
 
 
 class SlotAhead:
-    """Bytes on their way into a slot that is theirs until they land."""
+    """The CopyAhead of DeviceLanes: bytes that are being copied into a staging slot.
+
+    No other copy uses the slot before `land` or `drop` is called.
+    """
 
     def __init__(self, lanes: DeviceLanes, slot: StagingSlot, staged: torch.Tensor, filled: torch.Event) -> None:
         self._lanes = lanes
@@ -172,17 +182,26 @@ class SlotAhead:
         self._lanes.land(target, staged, self._slot, self._filled)
 
     def drop(self) -> None:
-        # The next copy to the slot is work of the in-lane, too, so it comes after this one.
+        # The slot may be given back before the copy to it is done, because the in-lane also makes the next copy to the
+        # slot, after this copy.
         if self._staged is not None:
             self._staged = None
             self._lanes.give_back(self._slot)
 
 
 class StatesOut:
-    """Copies to host memory that another thread than the trainer's begins, one thread at a time."""
+    """The CopiesBeside of DeviceLanes: copies to host memory that threads beside the training thread begin.
+
+    Only one thread at a time makes such copies.
+    """
 
     def __init__(self, lane: Lane, ready: torch.Event) -> None:
-        """Begin no copy yet; `ready` is the event behind which the values are there."""
+        """Make the object without beginning a copy.
+
+        Args:
+            lane: the lane that makes the copies.
+            ready: the event after which the values on the device may be read.
+        """
         self._lane = lane
         self._ready = ready
 
@@ -194,26 +213,27 @@ class StatesOut:
         self._wait_until_copied(self._lane.mark(), check)
 
     def _wait_until_copied(self, copied: torch.Event, check: Act) -> None:
-        # The thread looks again and again, because nothing ends a host's wait for an event that does not come.
+        # The thread polls the event, because it could not end a blocking wait for an event that never completes.
         while not copied.query():
             check()
             time.sleep(_POLL_SECONDS)
 
 
 class DeviceClock:
-    """The times of a device's events as seconds of time.monotonic().
+    """The clock that converts times of a device's events to seconds of time.monotonic(), for the Recorder.
 
-    It owns the events that were measured and are not complete.
+    It owns the pairs of events that `measure` was given and that are not complete yet.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._measured: deque[tuple[torch.Event, torch.Event, Callable[[float, float], None]]] = deque()
-        # An event and when it was complete. All other times are those between it and the other event.
+        # The first event of the clock, and the time at which that event was complete. The time of any other event is
+        # this time plus the seconds that the device counts between both events.
         self._origin: tuple[torch.Event, float] | None = None
 
     def mark(self) -> torch.Event:
-        """Return an event behind the work that the current stream was given."""
+        """Return an event that is complete when the current stream has done what it was given so far."""
         if self._origin is None:
             origin = self._record()
             origin.synchronize()
@@ -241,7 +261,7 @@ class DeviceClock:
 
 
 class DeviceStopwatch:
-    """A measurement of the work that a stream of the device was given since."""
+    """A measurement of the work that the current stream is given from this object's creation until `stop`."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -258,13 +278,14 @@ class DeviceLanes:
         self._device = device
         self._in, self._comm, self._out, self._beside = (Lane(device) for _ in range(4))
         self._slots = deque(StagingSlot(device, self._in) for _ in range(SLOTS))
-        # The slots of `copy_ahead` that no bytes have, and all of them.
+        # The staging slots of `copy_ahead` that are free, and all staging slots of `copy_ahead`.
         self._free_ahead: deque[StagingSlot] = deque()
         self._all_ahead: list[StagingSlot] = []
         self._after_in: deque[_Owed] = deque()
         self._copies_out: deque[CopyOut] = deque()
         self._wait: Callable[[torch.Event], None] = torch.Event.synchronize
-        # The tensors of collectives, with the events after which these do not use them any more.
+        # The tensors that collectives use, each with the event after which its collective is done. They are kept until
+        # then, so that torch does not reuse their memory.
         self._used_by_comm: deque[tuple[torch.Event, tuple[torch.Tensor, ...]]] = deque()
         self._clock = DeviceClock(device)
         self._report_copy_in: Callable[[int, float, float], None] = lambda nbytes, began, ended: None
@@ -288,7 +309,7 @@ class DeviceLanes:
         return SlotAhead(self, slot, staged, self._in.mark())
 
     def land(self, target: torch.Tensor, staged: torch.Tensor, slot: StagingSlot, filled: torch.Event) -> None:
-        """Copy the bytes of a slot to where they are used, when they are there, and give the slot back."""
+        """Copy the bytes of a slot to `target` as soon as they are in the slot, and give the slot back."""
         compute = self._compute
         self._wait_until_filled(compute, filled)
         target.copy_(staged)
@@ -296,7 +317,7 @@ class DeviceLanes:
         self.give_back(slot)
 
     def give_back(self, slot: StagingSlot) -> None:
-        """Take a slot back for the next `copy_ahead`."""
+        """Put a slot back among the free ones, so that a later `copy_ahead` can use it."""
         self._free_ahead.append(slot)
 
     @contextmanager
@@ -304,7 +325,7 @@ class DeviceLanes:
         self, flat: torch.Tensor, first: int, last: int, source: torch.Tensor, pieces: Iterable[slice] = WHOLE
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if last - first == flat.numel():
-            # This rank is alone, so its partition is all there is to gather.
+            # This rank is the only one of its group, so its partition is the whole tensor, and nothing is gathered.
             if source.device == flat.device:
                 flat.copy_(source)
             else:
@@ -368,12 +389,12 @@ class DeviceLanes:
         self._wait = wait
 
     def wait_for(self, event: torch.Event) -> None:
-        """Have the host wait for an event, unless it is complete."""
+        """Have the host wait until `event` is complete; return at once if it is."""
         if not event.query():
             self._wait(event)
 
     def remove(self, copy: CopyOut) -> None:
-        """Take note that a copy to host memory is done."""
+        """Remove a copy to host memory from the pending ones, because it is done."""
         self._copies_out.remove(copy)
 
     def stopwatch(self) -> DeviceStopwatch:
@@ -396,7 +417,7 @@ class DeviceLanes:
             self._pay()
 
     def finish_copy_out(self, copy: CopyOut) -> None:
-        """Wait for a copy and for all copies that were begun before it."""
+        """Wait until a copy to host memory is done, and all that were begun before it, and make their calls."""
         while copy in self._copies_out:
             self._end_copy_out()
 
@@ -407,14 +428,16 @@ class DeviceLanes:
 
     def close(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
-        # torch raises this if the device is lost. It copies nothing any more then.
+        # torch raises RuntimeError if the device is lost. The error is ignored, because a lost device copies nothing
+        # more, so that there is nothing to wait for.
         with suppress(RuntimeError):
             events = [self._in.mark(), self._comm.mark(), self._out.mark(), self._beside.mark()]
             slots = (*self._slots, *self._all_ahead)
             events += [slot.drained for slot in slots if slot.drained is not None]
             while not (are_done := all(event.query() for event in events)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-            # Threads of the session, which know these lanes, may end later. Two units of memory must not wait for them.
+            # The staging slots together have the size of two units. They are freed here, because threads of the session
+            # refer to these lanes and may end later.
             for slot in slots if are_done else ():
                 slot.free()
         self._after_in.clear()
@@ -426,7 +449,7 @@ class DeviceLanes:
         return torch.accelerator.current_stream(self._device)
 
     def _next_slot(self) -> StagingSlot:
-        """Return the slot that was used least recently."""
+        """Return the staging slot that was used least recently, for the next copy to the device."""
         self._slots.rotate(-1)
         return self._slots[-1]
 
@@ -438,7 +461,7 @@ class DeviceLanes:
                 staged[piece].copy_(source[piece], non_blocking=True)
             stopwatch.stop(partial(self._report_copy_in, staged.nbytes))
 
-    # Each wait has a method of its own, so that tests can leave one of them out.
+    # Each method below makes one wait of the lanes, so that tests can leave that wait out.
 
     def _wait_until_filled(self, stream: torch.Stream, filled: torch.Event) -> None:
         stream.wait_event(filled)
@@ -453,16 +476,16 @@ class DeviceLanes:
         self._out.wait_for(ready)
 
     def _pay(self) -> None:
-        """Make the oldest call that is owed after copies into the device, when they are done."""
+        """Wait for the oldest copies to the device that a call is to follow, and make that call."""
         self.wait_for(self._after_in[0].event)
         self._after_in.popleft().act()
 
     def _end_copy_out(self) -> None:
-        """End the oldest copy to host memory, when it is done."""
+        """Wait for the oldest pending copy to host memory, and end it; see `CopyOut.end`."""
         self._copies_out[0].end()
 
     def _keep_until(self, event: torch.Event, used: tuple[torch.Tensor, ...]) -> None:
-        """Keep tensors that the comm lane uses until then."""
+        """Keep tensors that the comm lane uses alive until `event` is complete, so that torch keeps their memory."""
         self._used_by_comm.append((event, used))
 
 

@@ -1,6 +1,6 @@
-"""The contract of lanes, and the lanes of a rank that computes on the CPU, where nothing runs beside anything.
+"""The contract of lanes, and the lanes of a rank that computes on the CPU, where each copy is done at once.
 
-This module owns no thread and no memory. It must never know what the bytes are, nor who granted them.
+This module owns no thread and no memory. It must never depend on what the copied bytes are, nor on who has leased them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trainer_client.base.recorder import HostStopwatch, Stopwatch
 
 Act = Callable[[], None]
 
-# The slices of host memory that are copied one by one: all of it at once.
+# The default for the slices of host memory that are copied: one slice, which is all of the memory.
 WHOLE = (slice(None),)
 
 
 class PendingCopy(Protocol):
-    """The future of copies from the device to host memory."""
+    """The future of copies from the device to host memory, which `Lanes.copy_out` has begun."""
 
     @property
     def is_done(self) -> bool:
@@ -31,29 +31,36 @@ class PendingCopy(Protocol):
 
 
 class CopyAhead(Protocol):
-    """Bytes of host memory on their way to the device, before it is known where they are used."""
+    """A copy of bytes from host memory to the device, begun by `Lanes.copy_ahead` without a target.
+
+    The caller gives the target later with `land`, or gives the bytes up with `drop`.
+    """
 
     @property
     def is_done(self) -> bool:
-        """Whether the bytes have left host memory. It does not wait."""
+        """Whether the bytes are copied, so that their host memory may be freed or changed. It does not wait."""
 
     def wait(self) -> None:
-        """Wait until the bytes have left host memory. Call `land` or `drop` before."""
+        """Wait until the bytes are copied, so that their host memory may be freed or changed.
+
+        Call `land` or `drop` first, because on a CPU the bytes are copied only when their target is known.
+        """
 
     def land(self, target: torch.Tensor) -> None:
-        """Fill `target` [n], uint8, on the device with the bytes. It does not wait; call it once at most."""
+        """Give the bytes their target: fill `target` [n], uint8, on the device. It does not wait; call it once."""
 
     def drop(self) -> None:
-        """Give up the bytes, instead of `land`."""
+        """Give up the bytes, because no tensor needs them. Call this instead of `land`."""
 
 
 class CopiesBeside(Protocol):
-    """Copies from the device to host memory that another thread begins, while the caller's thread goes on."""
+    """The means, returned by `Lanes.beside`, with which another thread copies from the device to host memory."""
 
     def copying(self, check: Act) -> AbstractContextManager[None]:
         """Enclose copies that may be begun without waiting for each; the end of the context waits for all of them.
 
-        `check` is called again and again during that wait, and raises an exception if the wait is to end without them.
+        `check` is called again and again during that wait, and raises an exception to end the wait before the copies
+        are done.
         """
 
 
@@ -69,7 +76,8 @@ class Lanes(Protocol):
 
         Args:
             target: the tensor to fill.
-            source: as many bytes, uint8, which stay valid and unchanged until `after_copies_in` says so.
+            source: the bytes, uint8, as many as `target` has. They must stay valid and unchanged until the call that
+                `after_copies_in` was given is made.
             pieces: the slices of `source` that are copied one by one; see LeasedBytes.pieces.
         """
 
@@ -77,7 +85,7 @@ class Lanes(Protocol):
         """Begin to copy bytes of host memory to the device, beside what the device computes until `CopyAhead.land`.
 
         Args:
-            source: the bytes, uint8, which stay valid and unchanged until `CopyAhead.is_done` says so.
+            source: the bytes, uint8, which must stay valid and unchanged until `CopyAhead.is_done` is True.
             pieces: the slices of `source` that are copied one by one; see LeasedBytes.pieces.
         """
 
@@ -102,11 +110,12 @@ class Lanes(Protocol):
     def communicating(self, *used: torch.Tensor) -> AbstractContextManager[None]:
         """Enclose a collective, and what is computed from its result; `used` are the tensors that it reads and writes.
 
-        `copy_out` within the context takes its values from there. Elsewhere, call `rejoin` before the first use.
+        Within the context, `copy_out` reads results of the collective. Elsewhere, call `rejoin` before the first use of
+        a result.
         """
 
     def rejoin(self) -> None:
-        """Have the current stream wait for all that was enclosed by `communicating` so far."""
+        """Let the current stream's later work begin only when the collectives in `communicating` so far are done."""
 
     def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> PendingCopy:
         """Begin to copy tensors of the device into host memory.
@@ -123,17 +132,20 @@ class Lanes(Protocol):
     def beside(self) -> CopiesBeside:
         """Return the means to copy from the device on another thread, behind all that the current stream was given.
 
-        What is copied must not be written until the copies are done. Only one thread at a time may copy so.
+        What is copied must not be written until the copies are done. Only one thread at a time may make such copies.
         """
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the host [numel] that `copy_out` can write to without waiting."""
 
     def wait_with(self, wait: Callable[[torch.Event], None]) -> None:
-        """Have the host wait for events by this function from now on, which raises if they never come."""
+        """Use `wait` from now on where the host waits for an event of the device.
+
+        `wait` returns when the event is complete, and raises an error if the event never completes.
+        """
 
     def stopwatch(self) -> Stopwatch:
-        """Begin to measure the work that the current stream is given; in a later call of `poll`, the result is there.
+        """Begin to measure the work that the current stream is given; a later call of `poll` reports the result.
 
         The first call may wait for the device.
         """
@@ -145,32 +157,38 @@ class Lanes(Protocol):
         """
 
     def poll(self) -> None:
-        """Make the calls that `after_copies_in` and `copy_out` owe by now. Waits only if too many are owed."""
+        """Make the calls that `after_copies_in` and `copy_out` were given and whose copies are done.
+
+        This waits for copies only if too many calls are pending.
+        """
 
     def finish_copies_in(self) -> None:
-        """Wait for all copies into the device, and make the calls that `after_copies_in` owes."""
+        """Wait for all copies to the device, and make the calls that `after_copies_in` was given."""
 
     def finish(self) -> None:
-        """Wait for all copies, and make all calls that are owed."""
+        """Wait for all copies in both directions, and make all calls that were to follow them."""
 
     def close(self) -> None:
-        """Wait until no copy reads or writes host memory, without the calls that are owed. It raises nothing."""
+        """Wait until no copy reads or writes host memory. It raises nothing.
+
+        Calls that were to follow a copy are not made any more.
+        """
 
 
 class _Done:
-    """The future of copies that were done at once."""
+    """The PendingCopy that HostLanes returns: its copies were done when `copy_out` returned."""
 
     is_done = True
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the copies are done."""
 
 
 _DONE = _Done()
 
 
 class _CopyOnLanding:
-    """Bytes that are copied when it is known where to."""
+    """The CopyAhead that HostLanes returns. `land` copies the bytes, because their target is not known before."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._source: torch.Tensor | None = source
@@ -192,7 +210,7 @@ class _CopyOnLanding:
 
 
 class _CopiesAtOnce:
-    """Copies that are done when they are begun."""
+    """The CopiesBeside that HostLanes returns: each copy is done when the call that makes it returns."""
 
     @contextmanager
     def copying(self, check: Act) -> Iterator[None]:
@@ -225,7 +243,7 @@ class HostLanes:
         yield
 
     def rejoin(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a collective is done when its call returns."""
 
     def copy_out(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act | None = None) -> PendingCopy:
         for target, values in copies:
@@ -252,6 +270,6 @@ class HostLanes:
         """Do nothing, because there is no device."""
 
     def poll(self) -> None:
-        """Do nothing."""
+        """Do nothing, because every copy is done and no call is owed."""
 
     finish_copies_in = finish = close = poll

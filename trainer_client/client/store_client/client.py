@@ -25,7 +25,8 @@ from trainer_client.client.store_client.writer import DEFAULT_SHARD_BYTES, Store
 from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ConfigError
 
-# The number of calls that run at once; further calls wait for a thread.
+# The number of the client's calls that run at once. Each takes a thread of the client's pool, and further calls wait
+# for a free thread.
 _THREADS = 16
 
 T = TypeVar("T")
@@ -34,7 +35,10 @@ SyncT = TypeVar("SyncT", bound=StoreClientSync | StoreReaderSync | StoreWriterSy
 
 
 class _Threads:
-    """The thread pool that runs blocking calls of the client of `address` for the event loop."""
+    """The threads on which a StoreClient runs the calls of its blocking client, so that the event loop goes on.
+
+    `address` is the daemon's address, for the texts of errors.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -42,7 +46,7 @@ class _Threads:
         self._is_closed = False
 
     async def run(self, timeout: Timeout, work: Callable[[Call], T], *, close: Callable[[T], None] | None = None) -> T:
-        """Run `work` on a thread, as a call with that deadline, and return its result.
+        """Run `work` on a thread, as a call with the deadline `timeout`, and return its result.
 
         If the task is cancelled, cancel the call, wait until `work` does not touch the caller's tensors any more, and
         raise CancelledError. If `work` still returns a result later, `close` closes it.
@@ -63,7 +67,7 @@ class _Threads:
             raise
 
     async def close(self, work: Callable[[], None]) -> None:
-        """Run `work` as the last call, and end the threads. A repeated call does nothing."""
+        """Run `work`, which closes the blocking client, as the last call, and end the threads. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -73,10 +77,14 @@ class _Threads:
 
 
 class _Face(Generic[SyncT]):
-    """The asyncio face of a client, a reader or a writer."""
+    """The base of StoreClient, StoreReader and StoreWriter, the classes for asyncio programs.
+
+    Each object of them wraps an object of the blocking client, which does the work, and closes it at the end of an
+    `async with` block.
+    """
 
     def __init__(self, sync: SyncT, threads: _Threads) -> None:
-        """Wrap an open one; users call `StoreClient.connect` and its methods."""
+        """Wrap `sync`, an open blocking client, reader or writer. Users call `StoreClient.connect` instead."""
         self._sync = sync
         self._threads = threads
 
@@ -87,14 +95,17 @@ class _Face(Generic[SyncT]):
         await self.close()
 
     async def close(self) -> None:
-        """Close it as its class of the same name with "Sync" does. A repeated call has no effect."""
+        """Close the wrapped client, reader or writer. A repeated call has no effect."""
         await asyncio.shield(asyncio.to_thread(self._sync.close))
 
 
 def _awaited(
     method: Callable[Concatenate[SyncT, P], T],
 ) -> Callable[Concatenate[_Face[SyncT], P], Coroutine[Any, Any, T]]:
-    """Return the asyncio form of a method that takes a `timeout`, with the same arguments, result and errors."""
+    """Return a coroutine function that runs a blocking method on a thread.
+
+    It has the arguments, the result and the errors of the method, which takes a `timeout`.
+    """
 
     async def awaited(self: _Face[SyncT], *arguments: Any, timeout: Timeout = None, **options: Any) -> T:
         work: Callable[..., T] = method
@@ -130,12 +141,12 @@ class StoreClient(_Face[StoreClientSync]):
         return cls(connected, threads)
 
     async def close(self) -> None:
-        """End the client, and with it all readers and writers that are still open; see `StoreClientSync.close`."""
+        """Close the client, and all its readers and writers that are still open; see `StoreClientSync.close`."""
         await self._threads.close(self._sync.close)
 
     @property
     def maps_memory(self) -> bool:
-        """Whether tensors are copied from and to the daemon's memory; otherwise gRPC sends them."""
+        """Whether this client copies tensors from and to the daemon's shared memory. If not, gRPC sends them."""
         return self._sync.maps_memory
 
     list_jobs = _awaited(StoreClientSync.list_jobs)
@@ -185,7 +196,8 @@ class StoreClient(_Face[StoreClientSync]):
         arrived: asyncio.Queue[Commit | BaseException] = asyncio.Queue()
 
         def tell(item: Commit | BaseException) -> None:
-            # If the event loop is closed, it raises RuntimeError. Then no task waits for the item.
+            # `call_soon_threadsafe` raises RuntimeError if the event loop is closed. The RuntimeError is ignored,
+            # because no task of a closed loop waits for commits.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, item)
 
@@ -196,7 +208,8 @@ class StoreClient(_Face[StoreClientSync]):
             except BaseException as error:
                 tell(error)
 
-        # The watch has a thread of its own, because it would occupy one of the pool for as long as it lasts.
+        # Each watch of a job gets a thread of its own, because a watch would occupy a thread of the client's pool for
+        # as long as it lasts.
         threading.Thread(target=listen, name="paramserver-watch", daemon=True).start()
         try:
             while True:
@@ -218,7 +231,7 @@ class StoreWriter(_Face[StoreWriterSync]):
 
     @property
     def step(self) -> int | None:
-        """The newest committed step; None if nothing is committed yet."""
+        """The number of the job's newest committed step; None if no step is committed yet."""
         return self._sync.step
 
     put = _awaited(StoreWriterSync.put)
@@ -236,7 +249,7 @@ class StoreReader(_Face[StoreReaderSync]):
 
     @property
     def step(self) -> int:
-        """The step that is read."""
+        """The number of the step that this reader reads."""
         return self._sync.step
 
     tensors = _awaited(StoreReaderSync.tensors)
@@ -246,7 +259,7 @@ class StoreReader(_Face[StoreReaderSync]):
 
 
 def _close_result(done: Future[T], close: Callable[[T], None] | None) -> None:
-    """Close the result of a call whose task was cancelled, if the call has succeeded."""
+    """Call `close` with the result of a call whose task was cancelled. Do nothing if the call has failed."""
     if done.cancelled() or isinstance(done.exception(), Exception):
         return
     if close is not None:

@@ -25,15 +25,15 @@ from trainer_client.errors import StoreUnavailableError
 
 __all__ = ["StoreClientSync", "StoreReaderSync", "StoreWriterSync"]
 
-# The pause before a broken watch is begun again.
+# The pause before the client calls WatchJob again, after the connection of a watch broke.
 _PAUSE_SECONDS = 0.1
 
 
 class StoreClientSync:
-    """A connection to a store daemon."""
+    """A connection to a store daemon, over which a program lists jobs and opens readers and writers of them."""
 
     def __init__(self, connection: Connection) -> None:
-        """Wrap a connection; users call `connect`."""
+        """Make a client that uses `connection`. Users call `connect` instead."""
         self._connection = connection
 
     @classmethod
@@ -80,7 +80,10 @@ class StoreClientSync:
 
     @property
     def epoch(self) -> str:
-        """The random name that the daemon gave itself at its start, from the answer to the last opened session."""
+        """The random name that the daemon gave itself at its start. It changes when the daemon is restarted.
+
+        This is the name in the daemon's answer to the newest session that this client has opened.
+        """
         return self._connection.epoch
 
     def close(self) -> None:
@@ -92,7 +95,10 @@ class StoreClientSync:
 
     @property
     def maps_memory(self) -> bool:
-        """Whether tensors are copied from and to the daemon's memory, as on its own node; otherwise gRPC sends them."""
+        """Whether this client copies tensors from and to the daemon's shared memory. If not, gRPC sends them.
+
+        Only a client on the daemon's node can use the shared memory.
+        """
         return self._connection.maps_memory
 
     def list_jobs(self, *, timeout: Timeout | Call = None) -> list[StoredJob]:
@@ -166,9 +172,9 @@ class StoreClientSync:
         Args:
             job: the job's name.
             step: number of the step; None: the newest one that all nodes of the job are known to have. If all ranks of
-                the job are attached to this store, and for jobs of a StoreClient, that is the newest one.
-            settled: False: without `step`, the newest one of this store, although other nodes may lack it, so that the
-                job may never go on from it.
+                the job are attached to this store, and for jobs of a StoreClient, this is the newest committed step.
+            settled: without `step`, False: the newest step that this store has committed. Other nodes may lack this
+                step, and then the job goes on from an earlier one.
             timeout: deadline of the call in seconds, or as a timedelta.
 
         Raises:
@@ -181,14 +187,14 @@ class StoreClientSync:
         return StoreReaderSync(self._connection, job, step, Call.of(timeout, CONTROL_DEADLINE_SECONDS), settled=settled)
 
     def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout | Call = None) -> StoreReaderSync:
-        """Open a reader of a step in a given layout, even if the job has a newer layout.
+        """Open a reader of the step that the job has stored in a given layout, which may not be its newest layout.
 
-        It raises what `read` raises.
+        The errors are those of `read`.
         """
         return StoreReaderSync(self._connection, job, step, Call.of(timeout, CONTROL_DEADLINE_SECONDS), layout)
 
     def read_kept(self, job: str, kept: str, *, timeout: Timeout | Call = None) -> StoreReaderSync:
-        """Open a reader of a kept step of a job, by its name. It raises what `read` raises."""
+        """Open a reader of the job's kept step that has the name `kept`. The errors are those of `read`."""
         return StoreReaderSync(self._connection, job, None, Call.of(timeout, CONTROL_DEADLINE_SECONDS), kept=kept)
 
     def watch(self, job: str, *, settled: bool = True, timeout: Timeout | Call = None) -> Iterator[Commit]:
@@ -211,7 +217,8 @@ class StoreClientSync:
         return self._watch(call, job, settled=settled)
 
     def _watch(self, call: Call, job: str, *, settled: bool) -> Iterator[Commit]:
-        # The caller of `watch` may ask for the first commit long after that call.
+        # The caller may ask the iterator of `watch` for its first commit long after the call of `watch`, so the
+        # time-out begins only here.
         call.extend()
         seen: tuple[int, float] | None = None
         while True:
@@ -224,8 +231,8 @@ class StoreClientSync:
                         seen = commit.step, commit.committed_at_unix_seconds
                         yield commit
             except grpc.RpcError as error:
-                # The deadline is restarted at each break, because it limits how long the daemon is unreachable, and not
-                # how long the watch waits for a commit.
+                # The time-out begins anew at each break of the connection, because it limits how long the daemon is
+                # unreachable, and not how long the watch waits for a commit.
                 call.extend()
                 failure = translate(error)
                 if not isinstance(failure, StoreUnavailableError) and session.is_known(call):

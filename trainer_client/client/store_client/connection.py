@@ -39,18 +39,22 @@ Timeout = float | timedelta | None
 
 T = TypeVar("T")
 
-# gRPC takes a deadline that is a few hundred years away for one that has passed.
+# The longest deadline that is passed to gRPC, a year, because gRPC takes a deadline that is a few hundred years away
+# for one that has passed.
 _LONGEST_SECONDS = 365 * 86_400.0
-# The most time that the end of a connection takes.
+# The longest time that `Connection.close` waits for gRPC to close the channel.
 _CLOSE_SECONDS = 5.0
 
 
 class CallCancelledError(Exception):
-    """The call was cancelled, so its result is not wanted any more. This error never reaches a user."""
+    """A method of `Call` raises this after `Call.cancel`, to end the cancelled call. It never reaches a user."""
 
 
 class Call:
-    """One call of a user: its deadline, whether it was cancelled, and whether it is using the user's tensors."""
+    """One call of a method of the client by a user: its deadline, and what is needed to cancel it.
+
+    The methods of the client pass the object on to each request that they make for the call.
+    """
 
     def __init__(self, timeout: Timeout, default_seconds: float = math.inf) -> None:
         """Start the deadline, which is `default_seconds` if `timeout` is None.
@@ -59,7 +63,8 @@ class Call:
             ConfigError: the timeout is not positive.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        # The seconds that `allow` has added to a default deadline.
+        # The seconds that `allow` has added to the default deadline of this call so far, so that a repeated `allow`
+        # adds only what is missing.
         self._allowed_seconds = 0.0
         self._is_default = seconds is None
         self.seconds = default_seconds if seconds is None else min(float(seconds), _LONGEST_SECONDS)
@@ -73,7 +78,7 @@ class Call:
 
     @classmethod
     def of(cls, timeout: Timeout | Call, default_seconds: float) -> Call:
-        """Return the call of a method that was given `timeout`: one that begins now, or that of which it is a part.
+        """Return the call of a method that was given `timeout`: `timeout` itself if it is a Call, or a new call.
 
         If the call has no deadline, it gets one, `default_seconds` after its beginning.
         """
@@ -99,7 +104,10 @@ class Call:
             )
 
     def cancel(self) -> None:
-        """End the call as soon as possible. Any thread may call this."""
+        """End the call as soon as possible: cancel its streams, and have `check` raise from now on.
+
+        Any thread may call this.
+        """
         self._cancelled.set()
         for stream in tuple(self._streams):
             stream.cancel()
@@ -127,16 +135,16 @@ class Call:
 
     @contextlib.contextmanager
     def at_memory(self) -> Iterator[None]:
-        """Enclose code that uses the user's tensors, so that `wait_for_memory` can wait for it.
+        """Enclose code that reads or writes the user's tensors, so that `wait_for_memory` waits for its end.
 
-        It raises what `check` raises.
+        At its beginning, the context raises what `check` raises.
         """
         with self._memory:
             self.check()
             yield
 
     def wait_for_memory(self) -> None:
-        """Wait, after `cancel`, until the user's tensors are not used any more."""
+        """Wait until the code that `at_memory` encloses has ended. Call `cancel` first, so that none begins later."""
         with self._memory:
             pass
 
@@ -151,7 +159,7 @@ class Call:
 
 
 class _CancellableChannel:
-    """A channel that tracks its streams in a `Call`, so that they end when the call is cancelled."""
+    """A gRPC channel whose streams are cancelled when a given `Call` is cancelled."""
 
     def __init__(self, channel: grpc.Channel, call: Call) -> None:
         self._channel = channel
@@ -163,10 +171,10 @@ class _CancellableChannel:
 
 
 class StoreSession(OpenSession):
-    """One session with the daemon, whose calls keep the deadlines of calls of a user."""
+    """One session with the daemon. Each of its calls has the deadline of the user's call that needs it."""
 
     def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool, timeout_seconds: float) -> None:
-        """Open the session, within `timeout_seconds`; see OpenSession."""
+        """Open a session with the daemon, which has to answer within `timeout_seconds`; see OpenSession."""
         self._channel = channel
         self._is_closed = False
         begin = partial(Session, client=client, timeout_seconds=timeout_seconds)
@@ -174,11 +182,11 @@ class StoreSession(OpenSession):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the session is known to have ended."""
+        """Whether this client knows that the session has ended. The daemon may have ended it unnoticed."""
         return self.session.failure is not None
 
     def goes_on(self, call: Call) -> bool:
-        """Wait until a broken stream is resumed or the session has ended, and return whether the session goes on.
+        """Return whether the session has not ended. If its stream is broken, wait first until that is certain.
 
         Raise StoreTimeoutError if the deadline passes meanwhile.
         """
@@ -195,8 +203,8 @@ class StoreSession(OpenSession):
     def is_known(self, call: Call) -> bool:
         """Return whether the store knows the session.
 
-        After NOT_FOUND, this tells whether the session has ended, or whether the requested job, step or tensor does not
-        exist.
+        After the error NOT_FOUND, the result tells its cause: the session has ended, or the requested job, step or
+        tensor does not exist.
         """
         try:
             self.call("ReleaseLeases", pb.ReleaseLeasesRequest(), call)
@@ -252,17 +260,20 @@ class StoreSession(OpenSession):
         return Streams(channel, self.session_id, check)
 
     def begin(self, method: str, request: Any, call: Call) -> Any:
-        """Begin a unary call, which the daemon may let wait for its patience, and return grpc's future of it."""
+        """Begin a unary call, without waiting, and return grpc's future of it.
+
+        The deadline of `call` is extended by the time for which the daemon may let the request wait.
+        """
         request.session_id = self.session_id
         call.allow(patience_seconds(self.session.welcome))
         future = self._invoke(getattr(self.stub, method).future, request, timeout=call.left_seconds)
-        # This callback does nothing. It is added because grpc otherwise cancels the call when its future is
+        # This callback does nothing. It is added because grpc otherwise cancels a call when the call's future is
         # garbage-collected.
         future.add_done_callback(lambda _: None)
         return future
 
     def stream(self, method: str, request: Any, call: Call) -> Iterator[Any]:
-        """Make a call that answers with a stream, and yield its responses. It can raise StoreError."""
+        """Call a method of the store that answers with a stream, and yield the responses. It can raise StoreError."""
         request.session_id = self.session_id
         responses = call.track(self._invoke(getattr(self.stub, method), request, timeout=call.left_seconds))
         try:
@@ -273,13 +284,14 @@ class StoreSession(OpenSession):
             responses.cancel()
 
     def watch(self, job: str, call: Call, *, settled: bool = True) -> Any:
-        """Begin the call WatchJob and return grpc's iterator of its responses."""
+        """Begin the call WatchJob, which reports each commit of a job, and return grpc's iterator of its responses."""
         request = pb.WatchJobRequest(session_id=self.session_id, job=job, unsettled=not settled)
         return call.track(self._invoke(self.stub.WatchJob, request))
 
     def _check_open(self) -> None:
         self.session.process.check()
-        # A call on a closed channel would fail with ValueError, which grpc's interceptors hide in its result.
+        # A call on a closed channel would fail with ValueError, which grpc's interceptors hide in the result of the
+        # call. So it is checked beforehand whether the session is closed.
         if self._is_closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
 
@@ -288,19 +300,26 @@ class StoreSession(OpenSession):
         try:
             return method(request, **options)
         except ValueError:
-            # grpc raises ValueError if the channel is closed.
+            # gRPC raises ValueError for a call on a closed channel, so the ValueError means that the client was closed.
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from None
 
     def call(self, method: str, request: Any, call: Call) -> Any:
-        """Make a unary call and return its response. It can raise StoreError."""
+        """Call a unary method of the store, and return its response. It can raise StoreError."""
         return result_of(self.begin(method, request, call))
 
 
 class Connection:
-    """A channel and one session on it, which is opened again when it has ended, and further sessions of callers."""
+    """A client's channel to the daemon, its session, and the further sessions that its writers open.
+
+    If the client's session has ended, for example because the daemon was restarted, the next call opens another one.
+    """
 
     def __init__(self, address: str, client: str, credentials: Credentials, *, prefer_streams: bool) -> None:
-        """Prepare a connection, which is made on first use. Raise ConfigError for a bad address or bad credentials."""
+        """Check the arguments. The first call that needs a session connects to the daemon.
+
+        Raises:
+            ConfigError: the address is malformed, or the credentials cannot be used.
+        """
         self.address = address
         self._client = client
         self._prefer_streams = prefer_streams
@@ -308,9 +327,11 @@ class Connection:
         self._process = OwnProcess()
         self._lock = threading.Lock()
         self._session: StoreSession | None = None
-        # Whether the last attempt to open `_session` has found no daemon.
+        # Whether the last attempt to open a session has found no daemon, so that the log has only one warning for
+        # repeated attempts.
         self._is_missed = False
-        # All sessions on the channel that may still be open, and the lock of this set and of `_closed`.
+        # All sessions on the channel that may still be open, which `close` ends, and the lock that guards this set and
+        # `_closed`.
         self._opened: weakref.WeakSet[StoreSession] = weakref.WeakSet()
         self._closed = False
         self._closing = threading.Lock()
@@ -324,13 +345,15 @@ class Connection:
             opened = list(self._opened)
         for session in opened:
             session.close()
-        # gRPC waits without end for a call that a signal handler's exception has interrupted while it was begun.
+        # `close` of a gRPC channel may never return: it waits for a call that a signal handler's exception has
+        # interrupted at its beginning. So the channel is closed on a thread, and this method waits for that thread only
+        # for a limited time.
         closing = threading.Thread(target=self._channel.close, name="close a channel", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
     def new_session(self, call: Call | None = None, *, maps_memory: bool = True) -> StoreSession:
-        """Open a further session, which the caller closes, unless `close` comes first.
+        """Open a further session, which the caller closes, unless `Connection.close` does so first.
 
         Args:
             call: its deadline limits how long the daemon may take to answer; None: only the default does.
@@ -364,18 +387,18 @@ class Connection:
         return ConfigError(f"the client of {self.address} was closed; connect another")
 
     def admin_call(self, method: str, request: Any, call: Call) -> Any:
-        """Make a call of StoreAdmin and return its response. It can raise StoreError."""
+        """Call a method of the gRPC service StoreAdmin, and return its response. It can raise StoreError."""
         self._process.check()
         try:
             return getattr(StoreAdminStub(self._channel), method)(request, timeout=call.left_seconds)
         except grpc.RpcError as error:
             raise translate(error) from None
         except ValueError:
-            # grpc raises ValueError if the channel is closed.
+            # gRPC raises ValueError for a call on a closed channel, so the ValueError means that the client was closed.
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from None
 
     def session(self, call: Call) -> StoreSession:
-        """Return the session; open it again if it has ended.
+        """Return the client's session. If the session has ended, open another one and return that.
 
         Raises:
             ConfigError: the connection was closed.
@@ -385,11 +408,13 @@ class Connection:
         session = self._session
         if session is not None and session.goes_on(call):
             return session
-        # Another thread may be opening a session, for longer than the caller waits.
+        # Another thread may hold this lock while it opens a session, for longer than this caller may wait. So the wait
+        # for the lock is limited by the caller's deadline.
         while not self._lock.acquire(timeout=call.left_seconds):
             pass
         try:
-            # Another thread may have opened a new session meanwhile. Then `_session` is that one, and stays.
+            # Another thread may have replaced the session while this thread waited for the lock. Then `_session` is the
+            # new session, so it is not removed.
             if self._session is session:
                 self._session = None
                 if session is not None:
@@ -401,7 +426,7 @@ class Connection:
             self._lock.release()
 
     def _next_session(self, call: Call) -> StoreSession:
-        """Open the next session. Log a warning at the first failure since the last session."""
+        """Open another session in place of the ended one. Only the first of several failures is logged as a warning."""
         try:
             session = self.new_session(call)
         except StoreUnavailableError:
@@ -414,18 +439,21 @@ class Connection:
 
     @property
     def epoch(self) -> str:
-        """The random name of the daemon's start, as of the last opened session; "" before the first one."""
+        """The random name that the daemon gave itself at its start, or "" before the first session.
+
+        This is the name in the daemon's answer to the newest session of this connection.
+        """
         return "" if self._session is None else self._session.epoch
 
     @property
     def maps_memory(self) -> bool:
-        """Whether bytes go through the mapped arena, as of the last opened session."""
+        """Whether the newest session copies tensors from and to the mapped arena. If not, gRPC sends them."""
         return self._session is not None and self._session.arena is not None
 
     def resume(self, call: Call, attempt: Callable[[StoreSession], T]) -> T:
         """Call `attempt` with the session and return its result; call it again after each break of the connection.
 
-        If the session has ended, `attempt` gets a new one. It must be idempotent.
+        If the session has ended, `attempt` gets a new one. `attempt` must be idempotent.
 
         Raises:
             StoreError: the store refuses, or the deadline has passed.
@@ -434,7 +462,10 @@ class Connection:
 
 
 def resume(call: Call, session_of: Callable[[], StoreSession], attempt: Callable[[StoreSession], T]) -> T:
-    """Call `attempt` with the session of `session_of`, and again after each break; see Connection.resume."""
+    """Call `attempt` with the session that `session_of` returns, and return its result.
+
+    After each break of the connection, `attempt` is called again; see Connection.resume.
+    """
     backoff = Backoff()
     while True:
         call.check()
@@ -443,20 +474,22 @@ def resume(call: Call, session_of: Callable[[], StoreSession], attempt: Callable
             session = session_of()
             return attempt(session)
         except (StoreUnavailableError, StoreNotFoundError) as error:
-            # The store also answers with NOT_FOUND if it does not know the session any more. If it still knows the
-            # session, the tensor, job or step of the request does not exist, and another attempt would not help.
+            # The store answers with NOT_FOUND if it does not know the session any more, and then the call is repeated
+            # on a new session. If the store still knows the session, the tensor, job or step of the request does not
+            # exist, so another attempt would not help and the error is raised.
             if isinstance(error, StoreNotFoundError) and (session is None or session.is_known(call)):
                 raise
             failure = error
         try:
             call.pause(backoff.next_seconds())
         except StoreTimeoutError:
-            # The last failure is raised instead of the time-out, because it tells the user more.
+            # If the time is over, the failure of the last attempt is raised instead of the time-out, because it tells
+            # the user more.
             raise failure from None
 
 
 def result_of(future: Any) -> Any:
-    """Wait for the response of a call that was begun, and return it. It can raise StoreError."""
+    """Wait for the response of a gRPC call, given its future, and return the response. It can raise StoreError."""
     try:
         return future.result()
     except grpc.RpcError as error:
@@ -466,14 +499,17 @@ def result_of(future: Any) -> Any:
 
 
 def release(session: StoreSession, lease_ids: Iterable[int]) -> None:
-    """Release leases without waiting. A failure is ignored, because the leases then ended with their session."""
+    """Release leases of `session` without waiting for the daemon's answer.
+
+    A failure is ignored: the call fails only if the session has ended, and then its leases have ended, too.
+    """
     releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease_id) for lease_id in lease_ids]
     with contextlib.suppress(StoreError):
         session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), Call(None, CONTROL_DEADLINE_SECONDS))
 
 
 class LeaseRequest:
-    """A request for leases, all or none, that is under way in a session. Each is to be used or given back."""
+    """A request for leases, of which the store grants all or none. The caller uses the leases or calls `give_back`."""
 
     def __init__(self, session: StoreSession, wants: Sequence[pb.AcquireLeasesRequest.Want], call: Call) -> None:
         """Request leases within the deadline of `call`, without waiting. It can raise StoreError."""

@@ -1,8 +1,8 @@
 """The layout of a job of a StoreClient: how its tensors are divided into shard groups.
 
 A large tensor is cut into shards, each of which is a group of its own. Many small tensors are packed into one group,
-because a group costs the store some kilobytes of memory, a page on the device and two calls, however small it is. This
-module owns no connection.
+because a group costs the store some kilobytes of memory, a page on NVMe and two calls, however small it is. This module
+owns no connection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer_client.errors import ConfigError
 # The largest size of a pack. To put one small tensor, the client writes its whole pack. This costs little, because the
 # store verifies and writes at least 128 KiB at a time in any case.
 PACK_BYTES = 128 << 10
-# The name of the layout of all jobs of a StoreClient.
+# The name of the layout of every job that a StoreClient writes.
 PACKED = "packed"
 
 
@@ -81,7 +81,10 @@ class JobLayout:
 
     @cached_property
     def packs(self) -> dict[str, Pack]:
-        """The pack of each small tensor, by the tensor's name; independent of the order of `tensors`."""
+        """The pack that each small tensor belongs to, by the tensor's name.
+
+        The packs do not depend on the order of `tensors`, so each client that opens the job finds the same packs.
+        """
         packs: dict[str, Pack] = {}
         filling: dict[torch.dtype, Pack] = {}
         numbers = itertools.count()
@@ -92,7 +95,8 @@ class JobLayout:
                 continue
             pack = filling.get(spec.dtype)
             if pack is None or (pack.numel + numel) * itemsize > pack_bytes:
-                # The group of a tensor is named `fqn[start:end]`, so it never has a name of this form.
+                # A pack is named `[packed N]`. The group of a large tensor is named `fqn[start:end]`, so no such group
+                # has the name of a pack.
                 pack = filling[spec.dtype] = Pack(name=f"[packed {next(numbers)}]", dtype=spec.dtype)
             pack.positions[fqn] = pack.numel
             pack.numel += numel
@@ -113,7 +117,7 @@ class JobLayout:
         return [(str(ShardGroupName(unit=fqn, start=start, stop=end)), start, end) for start, end in ranges]
 
     def groups(self) -> Iterator[pb.ShardGroup]:
-        """Yield the groups as the store knows them."""
+        """Yield the messages that declare the job's shard groups to the store: the shards, and the packs."""
         yield from (self._group_of(pack) for pack in _distinct(self.packs.values()))
         for fqn, spec in self.tensors.items():
             for group, start, end in self.shards(fqn) if fqn not in self.packs else ():
@@ -137,5 +141,5 @@ class JobLayout:
 
 
 def _distinct(packs: Iterable[Pack]) -> Iterator[Pack]:
-    """Return each pack once, in the order of first occurrence."""
+    """Yield each pack once, in the order of first occurrence: several tensors have the same pack."""
     return iter({pack.name: pack for pack in packs}.values())

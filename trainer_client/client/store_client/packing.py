@@ -15,7 +15,7 @@ import torch
 from trainer_client.client.store_client.connection import Call
 from trainer_client.client.store_client.job_layout import Pack
 
-# The number of tensors that are copied between two checks of whether the call was cancelled.
+# The number of tensors that are copied into packs between two checks of whether the user has cancelled the call.
 _COPIED_AT_ONCE = 256
 
 
@@ -44,13 +44,16 @@ class Filling:
 
 
 class Packing:
-    """The packs of one writer that are filled only in part."""
+    """The packs of one writer of which some tensors were put in this step, and others were not yet.
+
+    The writer puts small tensors here, and sends a pack to the store once all its tensors are there.
+    """
 
     def __init__(self) -> None:
         self._fillings: dict[str, Filling] = {}
 
     def clear(self) -> None:
-        """Remove all values that were put."""
+        """Forget all values that were put, because the step is committed or abandoned."""
         self._fillings.clear()
 
     def put(self, call: Call, tensors: Iterable[tuple[Pack, str, torch.Tensor]]) -> list[Filling]:
@@ -80,7 +83,7 @@ class Packing:
         return whole
 
     def incomplete(self) -> Iterator[Filling]:
-        """Return the packs of which only some tensors were put."""
+        """Yield the packs of which some tensors were put in this step, and others were not."""
         return iter(list(self._fillings.values()))
 
     def take(self, filling: Filling) -> Filling:

@@ -36,19 +36,20 @@ from trainer_client.client.store_client.types import (
 from trainer_client.client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
 
-# A tensor is read in parts, so that it may be larger than the arena. Parts begin at multiples of READ_BLOCK_BYTES.
+# The largest part of a tensor that one lease has. A tensor is read in parts, so that it may be larger than the arena.
+# Parts begin at multiples of READ_BLOCK_BYTES.
 _MOST_PART_BYTES = 16 << 20
-# One reader has this many parts in the arena: it copies one while the store brings the next ones. Together they take at
-# most 1 / _ARENA_SHARE of the arena.
+# The number of parts of tensors that one reader has in the arena at once: it copies one part while the store brings the
+# next ones. Together the parts take at most 1 / _ARENA_SHARE of the arena.
 _PARTS_UNDER_WAY = 4
 _ARENA_SHARE = 16
-# The number of further parts that `prefetch` may hold in the arena.
+# The number of parts of tensors that `prefetch` may hold in the arena, besides those that are being read.
 _PARTS_AHEAD = 16
-# The number of tensors in one response of ListStoredTensors.
+# The number of tensors that the store returns in one response of ListStoredTensors; a longer list takes several calls.
 _PAGE = 1000
-# Several ranges of tensors are read with one lease: at most BATCHED_RANGES of them, each at a multiple of
-# GATHER_ALIGNMENT_BYTES in the lease (the store's rule). `get_many` reads a tensor larger than 1 / _BATCHED_SHARE of a
-# part by itself.
+# `get_many` reads small tensors together with one lease of at most BATCHED_RANGES ranges. The store requires that each
+# range begins at a multiple of GATHER_ALIGNMENT_BYTES in the lease. A tensor is read with leases of its own if it is
+# larger than 1 / _BATCHED_SHARE of what one lease of this reader may have.
 BATCHED_RANGES = 4096
 _BATCHED_SHARE = 4
 
@@ -76,7 +77,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Parts of tensors that are read with one lease.
+    """Parts of tensors that the reader reads with one lease, because a request for each small part would be slow.
 
     Attributes:
         parts: the parts, at least one.
@@ -88,7 +89,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """The size of the lease."""
+        """The size of the lease that all parts of the batch share, in bytes."""
         return self.places[-1] + self.parts[-1].nbytes
 
     def to_want(self, reader_id: int) -> pb.AcquireLeasesRequest.Want:
@@ -117,26 +118,34 @@ WantedT = TypeVar("WantedT", TensorPart, Batch)
 
 
 class _Held:
-    """The store's reader in one session, and the leases that `prefetch` has requested in it."""
+    """The reader as one session of the client has it: the store's number of it, and its prefetched leases.
+
+    After a restart of the daemon, the client has another session, and StoreReaderSync makes another object.
+    """
 
     def __init__(self, session: StoreSession, reader_id: int) -> None:
         self.session = session
         self.reader_id = reader_id
-        # Several threads may use the reader.
+        # The lease requests that `prefetch` has made, by what they read. `_lock` guards this dict, because several
+        # threads may use the reader.
         self._ahead: dict[TensorPart | Batch, LeaseRequest] = {}
         self._lock = threading.Lock()
 
     def request(self, wanted: TensorPart | Batch, call: Call) -> LeaseRequest:
-        """Return the request for a lease that `prefetch` has made, or a new one."""
+        """Return the request that `prefetch` has made for the lease of `wanted`. If there is none, request it now."""
         with self._lock:
             prefetched = self._ahead.pop(wanted, None)
-        # A request that the store has refused, such as for want of room, may succeed now.
+        # If the store has refused the prefetched lease, such as for want of room, a new request may succeed now. So
+        # only a prefetched request that has not failed is returned.
         if prefetched is not None and not prefetched.has_failed:
             return prefetched
         return LeaseRequest(self.session, [wanted.to_want(self.reader_id)], call)
 
     def prefetch(self, part: TensorPart) -> bool:
-        """Request the lease of a part for later; return False instead if _PARTS_AHEAD are requested already."""
+        """Request the lease of a part, so that the store reads the bytes before `request` needs them.
+
+        Return False, and request nothing, if _PARTS_AHEAD parts are requested already.
+        """
         with self._lock:
             if part not in self._ahead:
                 if len(self._ahead) >= _PARTS_AHEAD:
@@ -146,7 +155,7 @@ class _Held:
             return True
 
     def release_ahead(self) -> None:
-        """Release what was prefetched and not used."""
+        """Release the leases that `prefetch` has requested and `request` has not returned."""
         with self._lock:
             unused, self._ahead = self._ahead, {}
         for request in unused.values():
@@ -167,7 +176,7 @@ class StoreReaderSync:
         *,
         settled: bool = True,
     ) -> None:
-        """Open the reader.
+        """Open the reader, with which the store keeps the step until `close`.
 
         Args:
             step: the step; None: the newest settled one.
@@ -194,7 +203,7 @@ class StoreReaderSync:
 
     @property
     def step(self) -> int:
-        """The step that is read."""
+        """The number of the step that this reader reads."""
         assert self._step is not None
         return self._step
 
@@ -218,7 +227,8 @@ class StoreReaderSync:
             return
         held.release_ahead()
         request = pb.CloseReaderRequest(reader_id=held.reader_id)
-        # If this fails, the reader has ended with its session.
+        # The call CloseReader fails if the session has ended. The error is ignored, because the store's reader has
+        # ended with the session.
         with contextlib.suppress(StoreError):
             held.session.call("CloseReader", request, Call(None, CONTROL_DEADLINE_SECONDS))
 
@@ -234,7 +244,8 @@ class StoreReaderSync:
         found = self._connection.resume(
             call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, self._kept)
         )
-        # The descriptions are kept, so that `get` does not have to ask for them.
+        # The descriptions of the found tensors (shape, dtype and so on) are kept, so that `get` does not have to ask
+        # the store for them.
         self._tensors |= {tensor.fqn: tensor for tensor in found}
         return [tensor for tensor in found if not has_buffers(tensor.fqn)]
 
@@ -242,7 +253,7 @@ class StoreReaderSync:
         """Return the client state of a rank: the bytes that its trainer stored with the commit of the step.
 
         Raises:
-            StoreNotFoundError: the rank was not attached to this store.
+            StoreNotFoundError: the rank was not attached to this store when the step was committed.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
         call = Call.of(timeout, CONTROL_DEADLINE_SECONDS)
@@ -316,7 +327,8 @@ class StoreReaderSync:
             data = torch.empty(lease.size_bytes, dtype=torch.uint8)
             session.copy_out(call, lease, data)
             for part, start in zip(batch.parts, batch.places, strict=True):
-                # Each tensor is cloned, because a view would keep the memory of the whole batch alive.
+                # Each tensor is cloned, because a view would keep the memory of all tensors that were read with the
+                # same lease alive.
                 values = data[start : start + part.nbytes].clone().view(part.dtype)
                 found[part.fqn] = values.view(described[part.fqn][0])
 
@@ -357,13 +369,15 @@ class StoreReaderSync:
     ) -> Generator[T, None, None]:
         """Lease parts of the step one after the other, and yield for each what `use` returns.
 
-        While a part is used, also by the caller of this iterator, the store brings the next ones. After a break of the
-        connection, those that were not used yet are leased again. At the end, however it comes, no lease is left.
+        While `use` or the caller of this iterator works on a part, the store brings the next parts. After a break of
+        the connection, the parts that were not used yet are leased again. However the iterator ends, it leaves no lease
+        behind.
 
         Args:
             wanted: the parts.
-            use: copies the bytes of the lease, which is released then; it is called again if the connection breaks.
-            new_call: returns the call whose deadline the next part has.
+            use: copies the bytes of a part's lease, which is released when `use` returns. If the connection breaks,
+                `use` is called again for the same part.
+            new_call: returns the call whose deadline limits the wait for the next part.
             most: the most parts that are leased at once.
 
         Raises:
@@ -371,7 +385,7 @@ class StoreReaderSync:
         """
         waiting = iter(wanted)
         parts: deque[WantedT] = deque()
-        # The requests for the first of these parts.
+        # The lease requests for the first parts in `parts`: lease request number i is for part number i.
         requests: deque[LeaseRequest] = deque()
 
         def give_back() -> None:
@@ -383,7 +397,8 @@ class StoreReaderSync:
             if requests and requests[0].session is not session:
                 give_back()
             if requests and requests[0].has_failed:
-                # The store may have refused this request long ago, for want of room that is there by now.
+                # The store may have refused the lease request for the next part long ago for want of room, and may have
+                # the room now. So the request is made again.
                 requests[0] = held.request(parts[0], call)
             for part in itertools.islice(parts, len(requests), None):
                 requests.append(held.request(part, call))
@@ -391,7 +406,8 @@ class StoreReaderSync:
                 (lease,) = requests[0].granted()
                 result = use(session, call, parts[0], lease)
             except StoreError:
-                # A failed request cannot be waited for again, so the next attempt makes new ones.
+                # A failed lease request cannot be waited for again, so all requests are given back, and the next
+                # attempt makes new ones.
                 give_back()
                 raise
             parts.popleft()
@@ -411,7 +427,7 @@ class StoreReaderSync:
     def on_session(self, call: Call, attempt: Callable[[StoreSession, int], T]) -> T:
         """Call `attempt` with the session and the reader's number in it, and return its result.
 
-        It is called again after each break of the connection, so it must be idempotent.
+        `attempt` is called again after each break of the connection, so it must be idempotent.
 
         Raises:
             StoreError: the store refuses, or the deadline has passed.
@@ -419,7 +435,7 @@ class StoreReaderSync:
         return self._connection.resume(call, lambda session: attempt(session, self._attach(session, call).reader_id))
 
     def _attach(self, session: StoreSession, call: Call) -> _Held:
-        """Return the reader in `session`. If the session is new, open the reader in it first.
+        """Return this reader as `session` has it. If the session does not have it yet, open the step there first.
 
         It can raise StoreError.
         """
@@ -454,15 +470,18 @@ class StoreReaderSync:
             return self._held
 
     def _look_up(self, call: Call, fqns: Iterable[str]) -> None:
-        """Request the descriptions of tensors from the store, and keep them. A name that does not exist is ignored."""
+        """Request the shapes and kinds of tensors from the store, and keep them for `_describe`.
+
+        A name that the job does not have is ignored here; `_describe` reports it.
+        """
         names = list(fqns)
         for fqn in names:
             check_name("tensor", fqn)
         unknown = [fqn for fqn in names if fqn not in self._tensors]
         if not unknown:
             return
-        # If only one tensor is unknown, one result is enough, because the store sorts by name, so this tensor comes
-        # before all others whose names begin with its name.
+        # If only one tensor is unknown, the list from the store needs one entry only: the store sorts by name, so the
+        # tensor comes before all others whose names begin with its name.
         limit = 1 if len(unknown) == 1 else None
         first, last = min(unknown), max(unknown)
         prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]
@@ -502,7 +521,8 @@ def list_tensors(
 ) -> list[StoredTensor]:
     """Return the tensors of a job whose names begin with `prefix`, sorted by name: all, or the first `limit`.
 
-    `kept` names a kept step and `layout` a layout; without both it is the job's newest layout. It can raise StoreError.
+    `kept` names a kept step, `layout` a layout, whose tensors are returned. Without both, the job's newest layout is
+    used. It can raise StoreError.
     """
     tensors: list[StoredTensor] = []
     token = ""

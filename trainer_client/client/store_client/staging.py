@@ -1,7 +1,7 @@
 """The putting of slabs into a step of a job that is open for writing, and the commit of the step.
 
-A slab becomes a part of the step when its lease is published, and the step exists with its commit. This module owns the
-leases until they are published. It must never leave a lease behind, whatever fails.
+A slab becomes a part of the step when its lease is published, and the step can be read from its commit on. This module
+owns the leases until they are published. It must never leave a lease behind, not even after a failure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.client.store_client.connection import Call, LeaseRequest, StoreSession, result_of
 
-# The most shards and groups in one request. The store needs some milliseconds to parse a request of this size,
-# and other clients wait meanwhile.
+# The most shards and groups in one RegisterShards request. The store needs some milliseconds to parse a request of this
+# size, and other clients wait meanwhile.
 _SHARDS_A_REQUEST = 16_384
 
-# The bytes of a slab: pairs of the first byte and a tensor (uint8, contiguous), in order.
+# The bytes of a slab, in order, as pairs: the position of a tensor's first byte in the slab, and the tensor (uint8,
+# contiguous).
 Content = Iterable[tuple[int, torch.Tensor]]
 
 
 def registrations(groups: Iterable[pb.ShardGroup]) -> Iterator[pb.RegisterShardsRequest]:
-    """Yield requests that declare the groups, each with a limited number of shards."""
+    """Yield the requests that declare a job's shard groups to the store.
+
+    Each request has a limited number of shards, because other clients wait while the store parses one.
+    """
     request, count = pb.RegisterShardsRequest(), 0
     for group in groups:
         request.groups.append(group)
@@ -46,17 +50,18 @@ def put_slabs(
     most: int,
     ahead: int = 1,
 ) -> None:
-    """Put slabs for a step: lease each, fill it and publish it. While one is filled, those before it are published.
+    """Put slabs for a step: lease each, fill it and publish it. While a slab is filled, earlier ones are published.
 
     Args:
         session: the session that has the job open.
         step: the step.
         slabs: the names of the slabs.
-        contents: the content of each slab. The next one is taken when the one before it has been put. Bytes behind the
-            last of a content are zeroed, because the memory may still have bytes of another session.
-        new_call: returns a call whose deadline the next request or copy has.
+        contents: the content of each slab. The next content is taken when the one before it has been put. The bytes of
+            a slab behind its content are zeroed, because its memory may still have bytes of another session.
+        new_call: returns the call whose deadline limits the next request or copy.
         most: the most slabs that are leased or being published at once.
-        ahead: the most slabs that are leased at once. With 1 no granted lease waits for a source that is slow.
+        ahead: the most slabs that are leased at once. With 1, no granted lease is held while a slow source makes its
+            content.
 
     Raises:
         StoreError: the store failed or refused, or a deadline has passed. Leases that were not published are released.

@@ -68,15 +68,15 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """Return the spec of a tensor."""
+        """Return the spec with the shape and the dtype of `tensor`."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     @classmethod
     def given(cls, fqn: str, value: TensorSpec | torch.Tensor) -> TensorSpec:
-        """Return the spec that a caller gives for a tensor, as such or as a tensor, which may have no values.
+        """Return the spec that a caller gives for a tensor: a TensorSpec, or a tensor, which may be on the meta device.
 
         Raises:
-            ConfigError: it is neither, or the tensor's name cannot be sent.
+            ConfigError: `value` is neither of them, or the tensor's name cannot be sent.
         """
         check_name("tensor", fqn)
         if not isinstance(value, TensorSpec | torch.Tensor):
@@ -123,7 +123,7 @@ class StoredLayout:
         name: the layout's name, which the client that created it has chosen.
         world_size: number of ranks that the tensors are sharded over.
         steps: the committed steps that are stored in this layout.
-        rolled_back: the step that each roll-back by an operator made the newest one again, by the roll-back's name.
+        rolled_back: by the name of each roll-back that an operator has made, the step to which it has returned the job.
     """
 
     name: str
@@ -209,7 +209,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of kind "param"."""
+        """The dtype in which the store has the tensor's values, those of kind "param"."""
         return self.kinds["param"]
 
     @classmethod
@@ -225,14 +225,14 @@ class StoredTensor:
 
 
 def kind_to_proto(kind: str) -> kinds.Kind:
-    """Return the wire's number of a kind. Raise ConfigError for any other word."""
+    """Return the number that the wire protocol has for a kind. Raise ConfigError if `kind` names no kind."""
     if kind not in _KINDS:
         raise ConfigError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
     return _KINDS[kind]
 
 
 def kind_from_proto(kind: kinds.Kind) -> Kind:
-    """Return the word for the wire's number of a kind."""
+    """Return the name of a kind, given the number that the wire protocol has for it."""
     return _KIND_NAMES[kind]
 
 

@@ -36,14 +36,15 @@ from trainer_client.errors import (
     StoreUnavailableError,
 )
 
-# The default size of a shard: large enough to keep a device busy, small enough for a small host budget.
+# The default size of a shard, into which the writer cuts tensors: large enough to keep a device busy, and small enough
+# for a small host budget.
 DEFAULT_SHARD_BYTES = 16 << 20
 # The most shards that are leased or being published at once. Together they take at most 1 / _ARENA_SHARE of the arena,
 # unless one shard alone is larger.
 _SHARDS_UNDER_WAY = 4
 _ARENA_SHARE = 4
-# After a break, the daemon may treat the writer's former session as open for the heartbeat time-out plus this many
-# seconds.
+# After a break of the connection, the daemon may treat the writer's former session as open for the heartbeat time-out
+# plus this many seconds, so the writer waits that long until it can open the job again.
 _HAND_OVER_SLACK_SECONDS = 5.0
 _HAND_OVER_LOOK_SECONDS = 0.1
 
@@ -56,7 +57,8 @@ class StoreWriterSync:
         self._layout = layout
         self._lock = threading.RLock()
         self._session: StoreSession | None = None
-        # Whether the daemon may still hold the job for a former session of this writer.
+        # Whether this writer has tried to open the job before. If so, the daemon may still hold the job for a former
+        # session of this writer, and it is worth waiting until the daemon ends that session.
         self._has_tried = False
         self._committed: int | None = None
         self._put: set[str] = set()
@@ -73,7 +75,7 @@ class StoreWriterSync:
 
     @property
     def step(self) -> int | None:
-        """The newest committed step; None if nothing is committed yet."""
+        """The number of the job's newest committed step; None if no step is committed yet."""
         return self._committed
 
     @property
@@ -139,8 +141,8 @@ class StoreWriterSync:
 
         Raises:
             StepAbortedError: the step was not committed: put its tensors again.
-            StoreTimeoutError, StoreUnavailableError: whether it was committed could not be found out in time. Call
-                `roll_back` once the store answers again; then `step` shows it.
+            StoreTimeoutError, StoreUnavailableError: it could not be found out in time whether the step was committed.
+                Call `roll_back` once the store answers again; then `step` is the newest committed step.
             StoreError: the store refuses; the step is abandoned.
         """
         call = Call.of(timeout, COMMIT_DEADLINE_SECONDS)
@@ -156,7 +158,8 @@ class StoreWriterSync:
                 self._failure = error
                 if isinstance(error, StoreNotFoundError) and not self._has_ended(session, error, call):
                     raise
-                # The response to opening the job again shows whether the step was committed.
+                # The call CommitStep got no answer, so the writer opens the job again: the response names the newest
+                # committed step, which shows whether this step was committed.
                 self._reopen(call)
                 if self._committed != step:
                     raise StepAbortedError(
@@ -195,7 +198,11 @@ class StoreWriterSync:
         return 0 if self._committed is None else self._committed + 1
 
     def _usable_session(self, call: Call) -> StoreSession:
-        """Return the session. Raise StepAbortedError if puts of the step under way were lost."""
+        """Return the writer's session, or another one if it has ended.
+
+        Raises:
+            StepAbortedError: tensors that were put for the step under way are lost.
+        """
         self._check_open()
         if self._failure is not None:
             raise StepAbortedError(
@@ -210,11 +217,15 @@ class StoreWriterSync:
         return self._session
 
     def _has_ended(self, session: StoreSession, error: StoreError, call: Call) -> bool:
-        """Return whether a call has failed because the store does not know the session any more."""
+        """Return whether a call has failed with `error` because the store does not know `session` any more."""
         return isinstance(error, StoreNotFoundError) and not session.is_known(call)
 
     def _begin_again(self, call: Call) -> None:
-        """Open the job again, because the session has ended. Raise StepAbortedError if anything was put in it."""
+        """Open the job on another session, because the writer's session has ended.
+
+        Raises:
+            StepAbortedError: tensors had been put in the ended session, so they are lost.
+        """
         lost = sorted(self._put)
         self._reopen(call)
         if lost:
@@ -235,10 +246,11 @@ class StoreWriterSync:
         self._attach(call)
 
     def _attach(self, call: Call) -> None:
-        """Open the job on a session of its own. It can raise StoreError."""
+        """Open the job on a new session that only this writer uses. It can raise StoreError."""
 
         def attempt(session: StoreSession) -> None:
-            # Each attempt is a run of its own, because a run whose only rank has gone can commit nothing any more.
+            # Each attempt to open the job uses a new session, and so a new run, because a run whose only rank has gone
+            # can commit nothing any more.
             response = self._open_once_free(session, self._layout.open_request(), call)
             if any(layout.layout != PACKED for layout in response.layouts[-1:]):
                 raise JobConflictError(
@@ -267,15 +279,17 @@ class StoreWriterSync:
 
     def _open_once_free(self, session: StoreSession, request: pb.OpenJobRequest, call: Call) -> Any:
         """Open the job and return the response; wait while this writer's own broken session still holds the job."""
-        # The daemon ends a session within this time after its client went silent or its stream broke.
+        # The daemon ends a session at most this many seconds after the client has gone silent or the session's stream
+        # has broken.
         silent_seconds = session.session.welcome.heartbeat_timeout_millis / 1000
         give_up_at = time.monotonic() + silent_seconds + _HAND_OVER_SLACK_SECONDS
         while True:
             try:
                 return session.call("OpenJob", request, call)
             except JobConflictError:
-                # Waiting helps only if a former session of this writer holds the job, because the daemon will end that
-                # session.
+                # It helps to wait for the job only if a former session of this writer holds it, because the daemon will
+                # end that session. If this is the writer's first attempt, another client holds the job, so the error is
+                # raised.
                 if not self._has_tried or time.monotonic() > give_up_at:
                     raise
             call.pause(_HAND_OVER_LOOK_SECONDS)
@@ -317,7 +331,7 @@ class StoreWriterSync:
         self._send_groups(session, call, ready)
 
     def _read_committed(self, session: StoreSession, call: Call, filling: Filling) -> torch.Tensor:
-        """Return the last committed bytes of a pack (uint8)."""
+        """Return the bytes (uint8) that the newest committed step has for the pack of `filling`."""
         slab = pb.SlabName(group=filling.pack.name, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, as_of_step=self._committed)
         request = LeaseRequest(session, [want], call)
@@ -330,7 +344,7 @@ class StoreWriterSync:
         return stored
 
     def _send_groups(self, session: StoreSession, call: Call, groups: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Send groups, given as (name, bytes)."""
+        """Put shard groups into the step under way. Each is given as its name and its bytes (uint8)."""
         limit = max(1, min(_SHARDS_UNDER_WAY, session.arena_bytes // _ARENA_SHARE // self._layout.shard_bytes))
         slabs = (pb.SlabName(group=name, kind=PARAM) for name, _ in groups)
         contents = ([(0, source)] for _, source in groups)

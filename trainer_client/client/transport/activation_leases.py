@@ -1,6 +1,6 @@
 """Leases for activations, which wait in the store between forward and backward.
 
-No call of this module is repeated with the next daemon, because the activations of a lost daemon are gone with it.
+If a daemon is lost, no call of this module is repeated with the next one, because the activations are lost, too.
 """
 
 from __future__ import annotations
@@ -19,28 +19,32 @@ from trainer_client.errors import StoreUnavailableError
 
 
 class ActivationLeases:
-    """The leases for activations of one rank.
+    """The leases in which one rank keeps activations in the store, from their forward to their backward.
 
     Args:
         attachments: the rank's connection.
         sender: the thread that parks leases.
-        relieve: has gradients parked if requests wait for room, and returns whether they do. A thread that waits for a
-            lease calls it again and again until then.
+        relieve: parks gradients of this rank if the daemon says that requests wait for room, and returns whether it
+            says so. A thread that waits for a lease calls it again and again until it returns True.
     """
 
     def __init__(self, attachments: Attachments, sender: ThreadPoolExecutor, relieve: Callable[[], bool]) -> None:
         self._attachments = attachments
         self._sender = sender
         self._relieve = relieve
-        # A thread of its own reads activations over streams.
+        # The thread that reads recalled activations over gRPC streams, so that the training thread can begin a read and
+        # go on.
         self._reader = ThreadPoolExecutor(1, "paramserver-activations")
 
     def close(self) -> None:
-        """End the thread that reads. Idempotent."""
+        """End the thread that reads recalled activations over gRPC streams. Idempotent."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def acquire(self, nbytes: int) -> Pending[LeasedBytes]:
-        """Request a write lease. The result of `wait` raises StoreBudgetError if there is no room."""
+        """Request a write lease of `nbytes` for an activation. It does not wait.
+
+        `wait` of the result raises StoreBudgetError if the store has no room for the activation.
+        """
         at = self._attachments.current
         pending = Pending(
             lease_calls.acquire(at, [_want(pb.ActivationUse(size_bytes=nbytes))]),
@@ -56,17 +60,17 @@ class ActivationLeases:
         The caller must not touch the bytes of `leased` any more. The result can be recalled or released.
 
         Raises:
-            StoreUnavailableError: its session is over, and the activation with it.
+            StoreUnavailableError: the session of the lease has ended, so the activation is lost.
         """
         return lease_calls.park(self._sender, self._owner_of(leased), leased)
 
     def recall(self, parked: LeasedBytes) -> Pending[LeasedBytes]:
-        """Request a parked activation, to read it; the lease stays the same one.
+        """Request the bytes of a parked activation, to read them. Its lease keeps its id.
 
         Over streams, a thread reads the bytes while the caller goes on.
 
         Raises:
-            StoreUnavailableError: its session is over, and the activation with it.
+            StoreUnavailableError: the session of the lease has ended, so the activation is lost.
         """
         at = self._owner_of(parked)
         at.plane.flush(parked)
@@ -78,7 +82,7 @@ class ActivationLeases:
         return pending
 
     def lost(self) -> StoreUnavailableError:
-        """Return the error for activations that only the lost daemon had."""
+        """Return the error to raise for an activation that is lost, because its daemon was lost."""
         return self._attachments.activations_lost()
 
     def _owner_of(self, leased: LeasedBytes) -> Attachment:

@@ -1,4 +1,4 @@
-"""The arena, which is the store's shared memory, in this process. A client that maps it need not send tensors.
+"""The arena, which is the store's shared memory, in this process. A client that maps it sends no tensors over gRPC.
 
 This module owns the mapping, and the record lock that shows the store that this process may still write (see `message
 Arena` in parameter_store.proto). It must never touch a byte outside of a lease, nor let a lock go while a device may
@@ -12,9 +12,9 @@ the locks, so it must not use leases.
 [Note: leaving] When the last view of a session's arena is gone, its lock is released. A view that the garbage collector
 has taken says nothing about copies that the device has not done yet. So where the arena is registered with a device
 (pinning.py), a thread first waits for the device, ends the registrations after the last session, writes the word that
-tells the daemon so, and only then releases the lock. It is a thread because the garbage collector may run in any thread
-and at any time, and because a device that hangs must not hang `close`. If the device cannot be waited for, the lock
-stays until the process ends.
+tells the daemon that the session has left the arena, and only then releases the lock. It is a thread because the
+garbage collector may run in any thread and at any time, and because a device that hangs must not hang `close`. If the
+device cannot be waited for, the lock stays until the process ends.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _WORD_BYTES = 8
-# The time for which `close` waits until the device has done its copies and the registrations have ended.
+# The time for which `MappedArena.close` waits until the device has done its copies and the registrations have ended.
 _LEAVE_SECONDS = 10.0
-# An arena's file, as (device, inode number).
+# The file of an arena, identified by (device, inode number).
 _Inode = tuple[int, int]
 
 
@@ -56,7 +56,7 @@ class _Mapping:
 
     Attributes:
         users: the number of sessions.
-        strangers: those among them that have not said to the daemon that this process may register the arena.
+        strangers: the number of those sessions that have not told the daemon that this process may register the arena.
         pins: the registrations with a device; None: there are none.
     """
 
@@ -68,7 +68,10 @@ class _Mapping:
         self.pins: Pins | None = None
 
     def pin(self, driver: PinDriver, description: pb.Arena) -> None:
-        """Begin to register the mapping, unless that has begun, or the daemon does not expect it."""
+        """Begin to register the mapping with the device of `driver`.
+
+        Do nothing if the registration has begun already, or if the daemon does not expect it.
+        """
         if self.pins is not None:
             return
         if self.strangers or not description.settled_offset:
@@ -85,15 +88,16 @@ class _Mapping:
 
 
 _mappings: dict[_Inode, _Mapping] = {}
-# The lock is reentrant because the garbage collector may call `_Leaving.begin` in a thread that holds it.
+# The lock that guards `_mappings`. It is reentrant because the garbage collector may call `_Leaving.begin` in a thread
+# that holds the lock.
 _guard = threading.RLock()
 
 
 class Generation:
     """The word in the arena that the daemon changes when it ends a session, and the value that the session was given.
 
-    The word stays mapped as long as this object lives. The word of a daemon that has died never changes again, and the
-    bytes of its arena neither.
+    The word stays mapped as long as this object lives. After the death of a daemon, neither its word nor the bytes of
+    its arena change again.
     """
 
     __slots__ = ("_given", "_word")
@@ -103,12 +107,12 @@ class Generation:
         self._given = given
 
     def check(self) -> None:
-        """Check that the daemon has not ended the session. It can raise SessionEndedError."""
+        """Raise SessionEndedError if the daemon has ended the session, which it shows by changing the word."""
         if self._word[0] != self._given:
             raise session_ended()
 
     def copy(self) -> Generation:
-        """Return an object that answers as this one does now, and keeps no memory mapped."""
+        """Return an object that keeps no memory mapped. Its `check` always does what this one's would do now."""
         return Generation(memoryview(self._word.tobytes()).cast("Q"), self._given)
 
 
@@ -129,7 +133,8 @@ class MappedArena:
         self._generation: Generation | None = Generation(word, description.generation)
         self._descriptor = mapping.descriptors[0]
         self._size_bytes = len(mapping.memory)
-        # In a file of huge pages, a mapping has to begin and end at a huge page, which leases do not.
+        # Whether the arena's file has pages of ordinary size. In a file of huge pages, a mapping has to begin and end
+        # at a huge page, which leases do not, so the bytes of a single lease cannot be mapped there.
         self._has_ordinary_pages = os.fstatvfs(self._descriptor).f_bsize == mmap.PAGESIZE
 
     @classmethod
@@ -190,20 +195,22 @@ class MappedArena:
         self.generation().check()
 
     def generation(self) -> Generation:
-        """Return what `check` looks at, for bytes that are used after the session was closed.
+        """Return the Generation of the session, with which bytes can be checked after the session was closed.
 
         Raises:
             StoreUnavailableError: the arena is closed, because another thread has closed the session.
         """
-        # `close` may be called by another thread meanwhile.
+        # Another thread may call `close` meanwhile, which sets `_generation` to None. So the attribute is read only
+        # once.
         if (generation := self._generation) is None:
             raise _session_closed()
         return generation
 
     def let_go(self) -> None:
-        """Release the mapping of a daemon that is gone, without waiting; it ends when the last lease in it is gone.
+        """Give up this session's mapping without waiting, because its daemon is gone.
 
-        `check` goes on to answer as it does now, because nothing changes the word any more.
+        The mapping ends when the last view of it is gone. Until then, `check` always does what it would do now,
+        because no daemon changes the word any more.
         """
         self._tensor = None
         if self._generation is not None:
@@ -212,8 +219,8 @@ class MappedArena:
     def close(self) -> None:
         """Release the mapping, which ends when the last view of it is gone; idempotent.
 
-        The mapping ends then although this object may live on in a closed engine or client that the user keeps. If no
-        view is left, this waits until the device has done its copies and the lock is released.
+        So the mapping ends even if this object lives on in a closed engine or client that the user keeps. If no view is
+        left, this waits until the device has done its copies and the lock is released.
         """
         self._tensor = None
         self._generation = None
@@ -227,13 +234,13 @@ class MappedArena:
 
 
 def _session_closed() -> StoreUnavailableError:
-    # This is not a RuntimeError, because torch raises one if memory is exhausted. Callers connect again when a session
-    # has ended, which would not help against exhausted memory. See tests/integration/test_failures.py.
+    # This error is not a RuntimeError, because torch raises RuntimeError if memory is exhausted. Callers connect again
+    # when a session has ended, which would not help against exhausted memory. See tests/integration/test_failures.py.
     return StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
 
 
 def session_ended() -> SessionEndedError:
-    """Return the error for a client whose session the store has ended."""
+    """Return the error to raise if the store has ended the client's session."""
     return SessionEndedError(
         grpc.StatusCode.NOT_FOUND,
         "this process was silent, or its connection broken, for longer than the store waits: its leases are void, and "
@@ -243,7 +250,7 @@ def session_ended() -> SessionEndedError:
 
 
 def _ways_to(description: pb.Arena) -> Iterator[Callable[[], int]]:
-    """Yield functions that open the arena's file and return its descriptor."""
+    """Yield functions, each of which tries another way to open the arena's file, and returns its descriptor."""
     if description.socket_path:
         yield partial(_receive_descriptor, description.socket_path)
     if description.file_path:
@@ -267,7 +274,8 @@ def _receive_descriptor(socket_path: str) -> int:
 def _find(description: pb.Arena) -> _Inode | None:
     """Return the arena's file if another session of this process has mapped it already, else None."""
     with _guard:
-        # The garbage collector may run in the loop and end another session's last view, which removes its mapping.
+        # During this iteration the garbage collector may end the last view of another session's arena, which removes an
+        # entry from `_mappings`. So the iteration runs over a copy.
         found = _mappings.copy().items()
         return next((inode for inode, mapping in found if _is_it(mapping, description)), None)
 
@@ -288,7 +296,8 @@ def _open(description: pb.Arena, receive: Callable[[], int]) -> _Inode | None:
         status = os.fstat(descriptor)
         inode = status.st_dev, status.st_ino
         if known := _mappings.get(inode):
-            # Another session has mapped the arena. Its lock would be lost if this descriptor were closed.
+            # Another session of this process has mapped the same file. The new descriptor is kept open, because the
+            # kernel would drop the other session's lock of the file if this process closed any descriptor of the file.
             known.descriptors.append(descriptor)
             return inode if _is_it(known, description) else None
         try:
@@ -305,11 +314,11 @@ def _open(description: pb.Arena, receive: Callable[[], int]) -> _Inode | None:
 
 
 class _Leaving:
-    """The end of a session's use of a mapping; see [Note: leaving].
+    """What one session does when it stops using the arena: it releases its lock; see [Note: leaving].
 
     Attributes:
-        has_begun: whether the last view is gone.
-        over: set when the lock is released, or stays until the process ends.
+        has_begun: whether the last view of the session's arena is gone.
+        over: set when the lock is released, or when it is certain that the lock stays until the process ends.
     """
 
     def __init__(self, inode: _Inode, description: pb.Arena, *, is_announced: bool) -> None:
@@ -328,7 +337,8 @@ class _Leaving:
             if pins is None:
                 self._unlock()
                 return
-        # If no thread can be started, the interpreter is about to end, and the kernel releases the lock.
+        # If Python can start no thread, the interpreter is about to end, so the RuntimeError is ignored: the kernel
+        # releases the slot's lock with the process.
         with suppress(RuntimeError):
             threading.Thread(target=self._leave, args=(pins,), name="paramserver-leave", daemon=True).start()
 
@@ -368,7 +378,8 @@ def _lock_slot(
     with _guard:
         mapping = _mappings.get(inode)
         if mapping is None:
-            # The last session that used the mapping has released it just now.
+            # The last session that used this mapping of the arena has released it since `map` found or made it. So
+            # there is no mapping to return.
             return None
         if mapping.pins is not None and not is_announced:
             log.debug("the arena is not mapped: it was registered after this session had begun")
@@ -376,7 +387,8 @@ def _lock_slot(
         mapping.users += 1
         mapping.strangers += not is_announced
         memory = memoryview(mapping.memory)
-        # Every view of the arena is made from this object and keeps it alive.
+        # Every view of the arena is made from this memoryview and keeps it alive, so the memoryview's finalizer runs
+        # when the last view is gone.
         leaving = _Leaving(inode, description, is_announced=is_announced)
         weakref.finalize(memory, leaving.begin).atexit = False
         try:
@@ -387,6 +399,7 @@ def _lock_slot(
         if driver is not None and is_announced:
             mapping.pin(driver, description)
         arena = MappedArena(mapping, memory, description, leaving)
-    # This check comes after the lock, because the store could give the slot to another session until then.
+    # Only after the slot is locked, this checks that the session still exists, because the store may give an unlocked
+    # slot to another session.
     arena.check()
     return arena

@@ -1,8 +1,8 @@
 """An attachment: one session with one daemon, and all that ends with it (channel, sender thread, mapped arena).
 
 When its daemon is restarted, a `RankStore` opens a new attachment. This module must never decide what a lost call
-means, because the `RankStore` and its journal decide that. `OpenSession` is what the sessions of a `StoreClient` are
-made of, too.
+means, because the `RankStore` and its journal decide that. `OpenSession` is also the base class of the sessions of a
+`StoreClient`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer_client.errors import StoreError, StoreUnavailableError
 
 
 class OpenSession:
-    """A session with a daemon, and the daemon's shared memory if it is mapped.
+    """A session with a daemon, and the daemon's shared memory (the arena) if this process maps it.
 
     Attributes:
         stub: makes the calls.
@@ -57,7 +57,7 @@ class OpenSession:
 
         Args:
             channel: the channel of the calls, which stays the caller's.
-            begin: makes the session of a stub; takes `registers_arena` by keyword.
+            begin: opens a session with a stub and returns it; takes `registers_arena` by keyword.
             prefer_streams: do not map the memory even if this is possible.
             driver: registers the memory with this process's device; None: nothing is registered.
 
@@ -85,8 +85,8 @@ class OpenSession:
     def close(self) -> None:
         """End the session, and with it its leases and readers; idempotent."""
         if self.arena is not None:
-            # The arena is closed before the session, because the store reuses memory that this process or its device
-            # can write to only after the device has done its copies and this process has unmapped the memory.
+            # The arena is closed before the session. `close` of the arena waits until the device has done its copies,
+            # and then unmaps the memory. Only then may the daemon give the memory to another session.
             self.arena.close()
         self.session.close()
 
@@ -142,7 +142,8 @@ class Attachment(OpenSession):
         with ExitStack() as after_error:
             after_error.callback(self._channel.close)
             super().__init__(self._channel, begin, prefer_streams=prefer_streams, driver=driver)
-            # The kernel may refuse the sender's thread, and the daemon must not keep the session then.
+            # The sender's thread may fail to start, because the kernel refuses it. Then the session is closed, so that
+            # the daemon does not keep it.
             after_error.callback(super().close)
             self._sender = Sender(self.session if REPEATED_CALLS in self.capabilities else None)
             after_error.pop_all()
@@ -170,7 +171,8 @@ class Attachment(OpenSession):
         """End a session whose daemon is gone, but leave its arena mapped.
 
         The arena is unmapped when its last lease is gone, because gradients in it are still to be handed to the next
-        daemon. This object may live on for long, in the errors of the calls that the daemon did not answer.
+        daemon. The arena does not wait for this object's end, because errors of unanswered calls may refer to the
+        object for long.
         """
         self._sender.close()
         self.session.close()
@@ -179,7 +181,7 @@ class Attachment(OpenSession):
             self.arena.let_go()
 
     def check(self) -> None:
-        """Wait while a broken stream is being resumed, and report failures.
+        """Wait while the session's broken stream is being resumed, and raise the failure of an earlier call.
 
         Raises:
             StoreError: the session has ended, or an earlier call failed that the caller did not wait for.
@@ -201,7 +203,10 @@ class Attachment(OpenSession):
         return self._call(method, request, timeout_seconds, has_session=True)
 
     def call_without_session(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Any:
-        """Make a call whose request names no session, as those of `admin`; see `call`. The call is idempotent."""
+        """Make a call whose request names no session, as those of StoreAdmin, and return its response.
+
+        The call must be idempotent, because the daemon may execute it twice. Errors and deadline are those of `call`.
+        """
         return self._call(method, request, timeout_seconds, has_session=False)
 
     def _call(self, method: Any, request: Any, timeout_seconds: float | None, *, has_session: bool) -> Any:
@@ -212,15 +217,20 @@ class Attachment(OpenSession):
         except grpc.RpcError as error:
             failure: Exception = translate(error)
         except grpc.FutureCancelledError:
-            # The sender or the channel is closed, which happens when the session ends.
+            # The call's future was cancelled, because the sender or the channel was closed, as happens when the session
+            # ends. So the error for a closed session is raised.
             failure = StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
-        # If the session has ended, its error is raised instead, because the end of the session made the call fail.
+        # If the session has ended, the session's error is raised instead of the call's, because the end of the session
+        # made the call fail.
         self.session.check()
         self.check_leases()
         raise failure
 
     def begin(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Future[Any]:
-        """Begin a call after those queued before it, and return its future at once. Only the future has its failure."""
+        """Queue a call behind the earlier calls, and return its future at once.
+
+        If the call fails, only the future has the error: `check` does not raise it.
+        """
         request.session_id = self.session_id
         return self._sender.begin(method, request, timeout_seconds or self.deadlines.control)
 
@@ -233,7 +243,7 @@ class Attachment(OpenSession):
 
     def note_failure(self, future: Future[Any], besides: grpc.StatusCode | None = None) -> None:
         """Keep the failure of a call for the next `check`, unless its status code is `besides`."""
-        # A future that `close` has cancelled raises no RpcError and is no failure.
+        # A call's future that `close` has cancelled raises no RpcError, and its cancellation is no failure.
         if isinstance(error := future.exception(), grpc.RpcError):
             failure = translate(error)
             if failure.code is not besides:
@@ -242,7 +252,7 @@ class Attachment(OpenSession):
     def release_quietly(self, lease_ids: Iterable[int]) -> None:
         """Release leases after a failure, without publishing what was written. It neither waits nor raises.
 
-        The store may have consumed some of them already, if a call was executed and only its response was lost. Each
+        The store may have consumed some of the leases, if a call was executed and only its response was lost. Each
         lease is therefore released by a call of its own, which may fail with NOT_FOUND.
         """
         for lease_id in lease_ids:

@@ -1,10 +1,10 @@
 """The attachments of one rank. When its daemon is restarted or has ended its session, the rank attaches again.
 
-[Note: attaching again] A thread of its own does this, because the training thread may be waiting for other ranks, and
-the commit under way needs the votes of all ranks of the node. The thread
+[Note: attaching again] A thread beside the training thread attaches again, because the training thread may be waiting
+for other ranks, and the commit under way needs the votes of all ranks of the node. The thread
 
-1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it. The same daemon counts
-   only if it has said that the session has ended;
+1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it. The daemon of the lost
+   session counts only if it has said that it has ended that session;
 2. compares the newest commit of that daemon with the journal. It must be the commit under way or the one before it.
    Otherwise the rank cannot go on, and every later call raises an error with the reason;
 3. declares the rank's shard groups, and hands over the journal if the commit under way is missing. If the rank has
@@ -15,16 +15,17 @@ the commit under way needs the votes of all ranks of the node. The thread
 The training thread then repeats its own lease requests. Gradients that it has not handed over yet are still in the old
 arena, from which it copies them. See tests/integration/test_outliving.py.
 
-[Note: the same daemon] A daemon that has ended a session is there, and gives the session's memory to others. Three
+[Note: the same daemon] A daemon that has ended a session still runs, and gives the session's memory to others. Three
 rules make it safe to go on with another session:
 
 - Parameters that were read in place or copied are used only if `Plane.check` of their own session succeeds afterwards,
-  so a rank that was computing with them ends with that error. A device that copies from the arena on its own may read
-  later than any check, so a rank with such a device ends in any case.
+  so a rank that was computing with them ends with the error of that check. A device that copies from the arena on its
+  own may read later than any check, so a rank with such a device ends in any case.
 - The store keeps the ranges of gradients that this process was writing, or has handed over for an early update, until
-  the process has unmapped them (paramserver/sessions/quarantine.py). Parked ones are gone unless the journal has them.
-- The job is opened as one that comes back, and only if all ranks of the run at this daemon have lost their sessions.
-  The others have ended otherwise.
+  the process has unmapped them (paramserver/sessions/quarantine.py). Parked gradients are lost unless the journal has
+  them.
+- The job is opened with `comes_back`. The daemon allows this only if all ranks of the run at this daemon have lost
+  their sessions. If only some of them have, the run ends.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Status codes with which a call can fail because the daemon stops. ABORTED and NOT_FOUND are among them because a
+# The status codes with which a call can fail because the daemon stops. ABORTED and NOT_FOUND are among them because a
 # stopping daemon ends one session after the other, and then aborts the steps of the ranks that are still attached.
 _MAY_BE_THE_END = frozenset(
     {
@@ -77,28 +78,32 @@ _MAY_BE_THE_END = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
-# Longest time between the failure of a call and the break of the session's stream, if the daemon is lost.
+# The longest time that a rank waits, after a failed call, for the session's stream to break. If it does not break, the
+# daemon is not lost, and the call's error is raised.
 _SHOWS_SECONDS = 2.0
-# Longest time for which a stopping daemon still answers after it has ended this rank's session.
+# The longest time for which a stopping daemon still accepts new sessions after it has ended this rank's session, so the
+# rank tries for this long to find the next daemon.
 _STOPPING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
-# The longest pause between two sessions with a daemon that stops.
+# The longest pause between two attempts to attach to the next daemon that were answered by the stopping daemon.
 _LONGEST_PAUSE_SECONDS = 2.0
 _LOOK_SECONDS = 2.0
 _LOOK_AT_VOTE_SECONDS = 0.02
 _LOOK_AT_COMMIT_SECONDS = 0.5
-# The training thread waits longer than the attaching thread by this time, because the attaching thread knows the reason
-# if it stops.
+# The training thread waits longer than the attaching thread by this time, because the attaching thread knows why the
+# rank cannot attach again, and the user is to see that reason.
 _SLACK_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The job that this rank has opened, and opens again with a new daemon.
+    """The job that this rank has opened. After a restart of the daemon, the rank opens the job with the new daemon.
 
     Attributes:
         job: the request that opened the rank's job.
-        layouts: the names of which the newest committed layout of the job has one; None: it has no committed layout.
+        layouts: the layouts from which this run can go on. If the newest committed layout of the new daemon has
+            another name, the rank refuses that daemon, because another run has laid the job out anew. If None is in
+            the sequence, the rank also accepts a daemon whose job has no committed layout.
     """
 
     job: pb.OpenJobRequest
@@ -129,7 +134,7 @@ class Restart:
 
     Attributes:
         seconds: time from the loss of the session until this rank was attached again.
-        step: the newest commit that the daemon has shown then; None: it had no commit.
+        step: the newest commit that the new session's daemon had; None: it had no commit.
         handed_over_again: the commit under way that the new daemon did not have; None: no commit was under way.
     """
 
@@ -173,10 +178,11 @@ class Attachments:
         self._survival: Survival | None = None
         self._membership: Membership | None = None
         self._gone: StoreError | None = None
-        # The error with which the daemon that this rank attaches to has ended the rank's session. None if this rank
-        # attaches to another daemon than before.
+        # The error with which the daemon has ended this rank's session, if the rank attaches to the same daemon again.
+        # None if the rank attaches to another daemon.
         self._ended: SessionEndedError | None = None
-        # The attachment to which the training thread is to hand over what only it can make, and the error of that.
+        # The attachment on which the attaching thread needs the entries of the journal that only the training thread
+        # can make, and the error with which the training thread failed to make them. Each may be None.
         self._wants_derived: Attachment | None = None
         self._not_derived: StoreError | None = None
         self._closing = threading.Event()
@@ -192,18 +198,18 @@ class Attachments:
 
     @property
     def reattach_seconds(self) -> float:
-        """How long this rank waits for the next daemon; 0: the loss of the daemon is final."""
+        """The most seconds that this rank waits for the next daemon. If it is 0, the run ends with its daemon."""
         return 0.0 if self._survival is None else self._survival.timeout_seconds
 
     def comes_back_after(self, attachment: Attachment) -> bool:
-        """Return whether this rank begins another session when the daemon ends that of `attachment`."""
+        """Return whether this rank begins another session after its daemon has ended the session of `attachment`."""
         return self._survival is not None and attachment.can_come_back
 
     def join(self, attachment: Attachment, membership: Membership, newest: int | None) -> None:
         """Note the job that this rank has opened on `attachment`, and its newest commit.
 
         Raises:
-            StoreError: the session of `attachment` has ended, so that the job has to be opened on the next one.
+            StoreError: the session of `attachment` has ended, so that the job has to be opened on the next attachment.
         """
         with self.changed:
             attachment.session.check()
@@ -211,7 +217,7 @@ class Attachments:
             self.journal.go_on_from(newest)
 
     def settle(self, layout: str) -> None:
-        """Expect from now on that the job's newest layout is `layout`, because its first values are committed."""
+        """Accept from now on only daemons whose job has `layout` as newest layout, because it is committed now."""
         with self.changed:
             self.journal.is_filling = False
             if self._membership is not None:
@@ -228,7 +234,7 @@ class Attachments:
             self._thread.join()
 
     def close(self) -> None:
-        """End the session; idempotent."""
+        """Close the current attachment, and end the thread that attaches again. Idempotent."""
         self.stop_reattaching()
         self.current.close()
 
@@ -258,7 +264,10 @@ class Attachments:
                 raise self._why_gone() or error from None
 
     def _derive(self, attachment: Attachment) -> None:
-        """Hand over what only the training thread can make; a failure ends the attempt with this daemon."""
+        """Hand `attachment` the journal's entries that only the training thread can make.
+
+        If this fails, the thread that attaches again gives up this daemon.
+        """
         try:
             self.journal.replay(attachment, derives=True)
         except StoreError as error:
@@ -284,19 +293,19 @@ class Attachments:
 
     @property
     def awaits_commit(self) -> bool:
-        """Whether the daemon was restarted since the last commit, so that reads have to wait for the next one."""
+        """Whether the daemon was restarted since the last commit. If so, reads have to wait for the next commit."""
         with self.changed:
             return self.journal.awaits_commit
 
     def wait_for_voted_commit(self) -> None:
         """Wait, after a restart of the daemon, for the commit that this rank has voted for.
 
-        Call this before a read of bytes that the commit under way may change. Only when the commit exists, the new
-        daemon is known to have what all ranks have handed over. Without a restart this returns at once, because the
-        store lets a read wait for the updates that it has, and the ranks meet before any of them reads.
+        Call this before a read of bytes that the commit under way may change. Only that commit shows that the new
+        daemon has what all ranks have handed over. Without a restart this returns at once, because the store lets a
+        read wait for the updates that it has, and the ranks meet in a collective before any of them reads.
 
-        The other ranks have voted, too, as soon as they have attached again. One that has ended meanwhile never does,
-        so this waits no longer than a rank may take for that. It can raise StoreError.
+        The other ranks vote as soon as they have attached again. A rank that has ended meanwhile never votes, so this
+        waits no longer than a rank may take to attach again. It can raise StoreError.
         """
         with self.changed:
             vote = self.journal.vote if self.journal.awaits_commit else None
@@ -304,17 +313,21 @@ class Attachments:
             self._wait_for_commit(vote, time.monotonic() + self.reattach_seconds + _SLACK_SECONDS)
 
     def acknowledge(self, step: int) -> None:
-        """Take note that the store has committed a step. Any thread may call this."""
+        """Remove what belongs to the commit `step` from the journal, because the store has committed it.
+
+        Any thread may call this.
+        """
         with self.changed:
             self.journal.acknowledge(step)
             self.changed.notify_all()
 
     def wait_until_acknowledged(self, step: int, check: Callable[[], None]) -> None:
-        """Wait, on a thread beside the training, until the store has committed a step, whatever becomes of the daemon.
+        """Wait, on a thread beside the training, until the store has committed a step, also over restarts.
 
         Args:
             step: the step, for which this rank has voted or will vote.
-            check: is called again and again, and raises to end the wait. The training thread gets the error of a vote.
+            check: is called again and again, and raises an error to end the wait. A failed vote raises in the training
+                thread.
         """
         with self.changed:
             while (newest := self.journal.acknowledged) is None or newest < step:
@@ -325,7 +338,7 @@ class Attachments:
         return None if self._gone is None else type(self._gone)(self._gone.code, self._gone.message)
 
     def _on_lost(self, attachment: Attachment, error: StoreError) -> None:
-        """Start the thread that attaches to the next daemon; called on the session's thread."""
+        """Start the thread that attaches again. The session's thread calls this when the session has ended."""
         with self.changed:
             if self._survival is None or self.current is not attachment or self._closing.is_set():
                 return
@@ -349,7 +362,8 @@ class Attachments:
         now, most_seconds = time.monotonic(), survival.timeout_seconds
         deadline = now + most_seconds
         if not has_ended:
-            # The session itself has waited for the daemon that is gone, so the time counts from its break.
+            # The session's stream broke some time ago, and the session has waited for the lost daemon since, so the
+            # time-out counts from the break.
             deadline = max(began + most_seconds, now + min(most_seconds, _LOOK_SECONDS))
         level = logging.WARNING if survival.is_loud else logging.INFO
         if has_ended:
@@ -378,7 +392,10 @@ class Attachments:
         former.close_session()
 
     def _next(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Restart:
-        """Attach to the next daemon, and to the one after it if that is lost meanwhile. It can raise StoreError."""
+        """Attach to the next daemon, and return what this rank has outlived. It can raise StoreError.
+
+        If the next daemon is lost meanwhile, attach to the one after it, until `deadline`.
+        """
         while True:
             attachment = self._wait_for_daemon(former, cause, deadline)
             self._ended = former.session.ended_by(attachment.epoch)
@@ -413,7 +430,8 @@ class Attachments:
                 self._closing.wait(_PAUSE_SECONDS)
                 continue
             except ConfigError as error:
-                # A file of the credentials may be just about to be written.
+                # A credentials file may be only half written yet, so the ConfigError is no reason to give up, and the
+                # attempt to attach is repeated.
                 reason = str(error)
                 self._closing.wait(_PAUSE_SECONDS)
                 continue
@@ -432,7 +450,7 @@ class Attachments:
         )
 
     def _take_up(self, attachment: Attachment) -> tuple[int | None, int | None]:
-        """Open this rank's job with a new daemon.
+        """Open this rank's job with a new daemon, and compare its newest commit with the journal.
 
         Returns:
             The newest commit that the daemon has, and the commit that is to be handed over again (each may be None).
@@ -445,13 +463,14 @@ class Attachments:
         newest, layout = self._open_job(attachment, membership)
         with self.changed:
             vote = self.journal.vote
-            # The first commit of a new layout may have the number of a commit of the former one.
+            # After a change of the job's layout, the daemon's newest commit may be one of the former layout with the
+            # same step number as this rank's vote. So the names of the layouts are compared, too.
             is_own = self.journal.layout_begun is None or layout == membership.job.layout
             if vote is not None and newest == vote.step and is_own:
                 self.acknowledge(vote.step)
             self._check(newest)
             if newest is not None and newest == self.journal.acknowledged and self._ended is None:
-                # A daemon that was started anew has it, so it is durable.
+                # The daemon was restarted and still has this rank's last commit, so that commit is durable.
                 self.journal.note_durable(newest)
             return newest, self.journal.step
 
@@ -475,11 +494,12 @@ class Attachments:
                         self._on_lost(attachment, attachment.session.failure)
                     self.changed.notify_all()
                     return
-            # The wait does not hold the lock, because training threads need it until they have voted.
+            # The attaching thread waits for the commit without the lock, because training threads need the lock until
+            # they have voted.
             self._wait_for_commit(vote, deadline)
 
     def _wait_until_derived(self, attachment: Attachment, deadline: float) -> None:
-        """Wait until the training thread, in `outlive`, has handed over what only it can make.
+        """Wait until the training thread, in `outlive`, has handed over the entries that only it can make.
 
         It can raise StoreError.
         """
@@ -496,7 +516,7 @@ class Attachments:
             raise failure
 
     def _wait_for_commit(self, vote: JournaledVote, deadline: float) -> None:
-        """Wait until the other ranks of the node have voted, too, and the store has committed.
+        """Wait until the store has committed the step of `vote`, for which it needs the votes of all ranks of the node.
 
         It can raise StoreError.
         """
@@ -518,7 +538,8 @@ class Attachments:
         """
         request = pb.OpenJobRequest()
         request.CopyFrom(membership.job)
-        # With MUST, a daemon that does not have the job refuses instead of creating a new one.
+        # With RESUME_POLICY_MUST, a daemon that does not have the job refuses to open it, instead of creating a new
+        # one. This rank has a commit, if any is acknowledged, so the job must exist.
         has_commit = self.journal.acknowledged is not None
         request.resume = pb.RESUME_POLICY_MUST if has_commit else pb.RESUME_POLICY_AUTO
         request.comes_back = self._ended is not None
@@ -541,7 +562,8 @@ class Attachments:
     def _check(self, newest: int | None) -> None:
         """Raise DaemonRestartedError unless `newest`, a daemon's newest commit, is the last acknowledged one."""
         journal = self.journal
-        # A job that another rank has begun to lay out anew shows no commit until the new layout has one.
+        # After another rank has begun a new layout of the job, the daemon shows no commit of the job until the new
+        # layout has one. So a missing commit is accepted here.
         is_begun = journal.layout_begun is not None and newest is None
         if newest != journal.acknowledged and (newest is None or newest != journal.returns_to) and not is_begun:
             is_older = newest is None or (journal.acknowledged or 0) > newest
@@ -594,11 +616,11 @@ class Attachments:
 
 
 def may_be_lost(error: StoreError) -> bool:
-    """Return whether a call may have failed because its daemon stops or is gone."""
+    """Return whether a call that failed with `error` may have failed because its daemon stops or is gone."""
     return error.code in _MAY_BE_THE_END
 
 
 def newest_of(opened: pb.OpenJobResponse) -> int | None:
-    """Return the newest commit of a job that was opened; None if it has none."""
+    """Return the number of the newest commit of a job, from the response that opened it; None without a commit."""
     newest: int | None = max((commit.step for commit in opened.committed), default=None)
     return newest

@@ -1,6 +1,7 @@
-"""The pauses of a client that tries again: doubled each time up to a limit, and spread.
+"""The pauses of a client that tries again: they are doubled each time up to a limit, and each is shortened at random.
 
-All clients of a daemon lose their connections at once, so each takes a random part of its pause, from a half on.
+All clients of a daemon lose their connections at once. They do not come back at once, because each pauses for a random
+part of its limit, at least a half.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import random
 
 
 class Backoff:
-    """The pauses of one loop that tries again."""
+    """The lengths of the pauses between the attempts of one loop, which tries something until it succeeds."""
 
     def __init__(self, first_seconds: float = 0.05, longest_seconds: float = 1.0) -> None:
         self._first_seconds = first_seconds
         self._longest_seconds = longest_seconds
-        # The next pause is no longer than this.
+        # The next pause lasts at most this many seconds, and at least half of them.
         self.limit_seconds = first_seconds
 
     def next_seconds(self) -> float:
@@ -24,5 +25,5 @@ class Backoff:
         return pause
 
     def reset(self) -> None:
-        """Begin with the first pause again, because the last attempt has made progress."""
+        """Make the next pause as short as the first one, because the last attempt has made progress."""
         self.limit_seconds = self._first_seconds

@@ -45,30 +45,33 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
 
-# The daemon answers control calls from memory. A lease request waits for bytes, budget and updates; a commit waits for
-# the slowest rank.
+# The default deadlines of calls. The daemon answers control calls from memory, so their deadline is short. A lease
+# request waits for bytes, budget and updates, and a commit waits for the slowest rank, so their deadlines are longer.
 CONTROL_DEADLINE_SECONDS = 30.0
 LEASE_DEADLINE_SECONDS = 300.0
 COMMIT_DEADLINE_SECONDS = 900.0
-# See `Pending.while_late`.
+# The seconds between two calls of the function that `Pending.while_late` was given.
 _LATE_SECONDS = 1.0
 
 _OPTIONS = (
-    # A daemon that has just been started serves within a second. grpc's default would wait one second between attempts.
+    # The first pause between two attempts to connect. It is short, because a daemon that has been started serves within
+    # a second, and grpc's default is a pause of one second.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Despite its name, this option is the time-out of one attempt to connect, which takes several round trips.
+    # Despite its name, `min_reconnect_backoff_ms` is the time-out of one attempt to connect, which takes several round
+    # trips.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
-    # With these two, the client notices within 13 s that the daemon's machine or network has failed silently. That is
-    # before the daemon ends the silent session, after 15 s. gRPC sends no ping while bytes arrive, and heartbeats are
-    # answered every second or two. The second number is also the kernel's time-out for sent bytes to be acknowledged.
+    # With keepalive_time_ms and keepalive_timeout_ms, the client notices within 13 s that the daemon's machine or
+    # network has failed silently, before the daemon ends the silent session after 15 s. gRPC sends no ping while bytes
+    # arrive, and heartbeats are answered every second or two. The time-out of keepalive pings is also the kernel's
+    # time-out for sent bytes to be acknowledged.
     ("grpc.keepalive_time_ms", 1000 * PING_SECONDS),
     ("grpc.keepalive_timeout_ms", 1000 * ANSWER_SECONDS),
     # gRPC also sends pings for other purposes, and sends no keepalive ping while one of them is unanswered. Without
-    # this option, gRPC would wait a minute for the answer to such a ping.
+    # ping_timeout_ms, gRPC would wait a minute for the answer to such a ping.
     ("grpc.http2.ping_timeout_ms", 1000 * ANSWER_SECONDS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -153,7 +156,8 @@ def wait_until_serving(
             if reason is None:
                 return
             if is_loud:
-                # Python prints a warning also if the user has configured no logging.
+                # The line that this rank waits for the daemon is a warning, because Python prints warnings even if the
+                # user has configured no logging.
                 log.warning("paramserver: %s", waiting_line(address, timeout_seconds))
                 is_loud = False
             if time.monotonic() > deadline:
@@ -167,13 +171,13 @@ def wait_until_serving(
 
 
 def waiting_line(address: str, timeout_seconds: float) -> str:
-    """Return the line that tells a person why nothing happens for now."""
+    """Return the line for the log that says that this process waits for a daemon at `address`, and how long."""
     return f"waiting up to {timeout_seconds:.0f} s for the store daemon at {address}, which does not answer"
 
 
 def translate(error: grpc.RpcError) -> StoreError:
     """Return the StoreError for a failed gRPC call."""
-    # Every RpcError that grpc raises or keeps in a future is also a grpc.Call.
+    # Every RpcError that grpc raises or keeps in a future is also a grpc.Call, which has the status code.
     assert isinstance(error, grpc.Call)
     code = error.code() or grpc.StatusCode.UNKNOWN
     reason = printable(with_real_paths(error.details() or "no reason given"))
@@ -202,7 +206,7 @@ def _ignore(response: Any, began: float, ended: float) -> None:
 
 
 class Pending(Generic[T]):
-    """The future of a call; `wait` returns its result and may be called again.
+    """The future of a call to the store; `wait` returns the call's result and may be called again.
 
     Attributes:
         waited_seconds: duration of the last `wait`, less the processor time that its thread used meanwhile, because
@@ -234,12 +238,12 @@ class Pending(Generic[T]):
 
     @property
     def is_answered(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Whether the call is answered, so that `wait` would return or raise at once."""
         return bool(self._future.done())
 
     @property
     def has_failed(self) -> bool:
-        """Whether `wait` would raise at once."""
+        """Whether the call has failed, so that `wait` would raise at once."""
         return self.is_answered and (self._future.cancelled() or self._future.exception() is not None)
 
     def wait(self) -> T:
@@ -268,11 +272,14 @@ class Pending(Generic[T]):
             self.on_response(release)
 
     def when_answered(self, act: Callable[[], None]) -> None:
-        """Call `act` as soon as `wait` would return or raise at once, on any thread; now if it would already."""
+        """Call `act` when the call is answered, that is, when `wait` no longer has to wait. It may be called now.
+
+        Any thread may call `act`.
+        """
         self._future.add_done_callback(lambda _: act())
 
     def while_late(self, act: Callable[[], bool]) -> None:
-        """Have `wait` call `act` after each _LATE_SECONDS without an answer, until `act` returns True."""
+        """Have `wait` call `act` each _LATE_SECONDS while the answer is missing, until `act` returns True."""
         self._late = act
 
     def _wait(self) -> T:
@@ -294,7 +301,7 @@ class Pending(Generic[T]):
         return result
 
     def on_response(self, act: Callable[[Any], None]) -> None:
-        """Call `act` with the response as soon as it has arrived, on any thread; never if the call fails."""
+        """Call `act` with the response when it arrives, on any thread. If the call fails, `act` is not called."""
 
         def act_on_success(future: Any) -> None:
             if not future.cancelled() and future.exception() is None:

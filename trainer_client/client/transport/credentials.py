@@ -83,7 +83,8 @@ class Credentials:
         else:
             return None
         token = token_in(given)
-        # The error does not show what was given, because the user may have given a key or a password by mistake.
+        # The error message does not show the given token, because the user may have given a private key or a password
+        # by mistake.
         if token is None or (self.token_file is None and token != self.token):
             raise ConfigError(f"{holder} must hold one token and nothing else, as `paramserver tokens add` prints it")
         return token

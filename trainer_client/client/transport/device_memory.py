@@ -5,9 +5,9 @@ and from it. It must never decide what is kept, nor read a range without a lease
 
 [Note: order of copies] A range is written by copies on the device, behind the gather that has brought the bytes there,
 and read by later gathers. All of these are work of the current stream, or of a lane that the current stream waits for.
-A script may run some passes on another stream than others. So each use waits for the event behind the last one, which
-costs nothing on the same stream. A lease is released when its work was given to the device: what the store grants next
-in this range comes after that by the same event.
+A script may run its passes on different streams. So each use of the memory waits for the event behind the last use,
+which costs nothing on the same stream. A lease is released as soon as its work was given to the device: the work on the
+range's next lease comes after it, because it waits for the same event.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# The store places copies at multiples of this.
+# The store places each copy of a slab in the offered device memory at a multiple of this many bytes.
 ALIGN_BYTES = 512
 
 
 def room_for(nbytes: int) -> int:
-    """Return the bytes that a copy of `nbytes` takes of the memory."""
+    """Return how many bytes of the offered memory a copy of `nbytes` takes: `nbytes` rounded up to ALIGN_BYTES."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class OfferedMemory:
-    """The memory of one device.
+    """The memory of one device that a rank has offered to the store, in which the rank keeps copies of slabs.
 
     Attributes:
         device: the device.
@@ -44,12 +44,15 @@ class OfferedMemory:
         self._last_use: torch.Event | None = None
 
     def range(self, granted: pb.DeviceRange, nbytes: int) -> DeviceBytes:
-        """Return a range that the store has granted."""
+        """Return the first `nbytes` of the range that the store has granted with a lease."""
         return DeviceBytes(memory=self, data=self._memory[granted.offset : granted.offset + nbytes])
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Enclose a use of the memory by the current stream; see [Note: order of copies]."""
+        """Enclose work of the current stream that reads or writes the memory, so that it comes after earlier work.
+
+        See [Note: order of copies].
+        """
         stream = torch.accelerator.current_stream(self.device)
         self._wait_for_last_use(stream)
         try:
@@ -58,7 +61,7 @@ class OfferedMemory:
             self._last_use = stream.record_event()
 
     def _wait_for_last_use(self, stream: torch.Stream) -> None:
-        # This is a method of its own, so that a test can leave the wait out.
+        # The wait for the last use of the memory has a method of its own, so that a test can leave the wait out.
         if self._last_use is not None:
             stream.wait_event(self._last_use)
 
@@ -73,16 +76,17 @@ class OfferedMemory:
         self.nbytes = nbytes
 
     def renew(self) -> None:
-        """Take other memory instead, because the next daemon knows nothing of what is in this one.
+        """Take new memory in place of the present one, because the next daemon does not know the copies in it.
 
-        Ranges that are still in use keep the former memory until then.
+        The former memory is freed when the last range of it is not used any more.
         """
         self._wait_for_device()
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def _wait_for_device(self) -> None:
-        # The allocator gives freed memory to the stream that has allocated it, and other streams may still read it.
+        # The allocator gives freed memory to the stream that has allocated it, although other streams may still read
+        # the memory. So this waits until all streams of the device are done.
         torch.accelerator.synchronize(self.device)
 
 
@@ -98,6 +102,6 @@ class DeviceBytes:
     data: torch.Tensor
 
     def keep(self, values: torch.Tensor) -> None:
-        """Copy `values` [n], which are on the device, to the range."""
+        """Copy `values` [n], which are on the device, to this range, where the store lets later gathers read them."""
         with self.memory.in_order():
             self.data.view(values.dtype).copy_(values)

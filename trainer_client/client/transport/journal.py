@@ -53,7 +53,8 @@ class GroupUpdate:
         group: name of the shard group.
         gradient: the write lease that holds the gradient.
         scale: the store multiplies the gradient by this.
-        hyper_parameters_of_shard: one for each shard, an index of hyper-parameters in the request; -1: no update.
+        hyper_parameters_of_shard: for each shard, the index of its hyper-parameters in the request; -1: it is not
+            updated.
         clip_value: the store clamps the scaled gradient to [-clip_value, clip_value]; None: it does not clamp.
         next_use: the position at which the group's parameters are needed next.
     """
@@ -76,7 +77,7 @@ class Value:
 
 
 class HandOver(Protocol):
-    """An entry of the journal: values or an update that become part of the next commit."""
+    """An entry of the journal. The classes below implement it: values, updates and declarations of this rank."""
 
     def make(self, attachment: Attachment) -> None:
         """Hand the entry to the daemon of `attachment`, from tensors that the trainer keeps.
@@ -87,7 +88,7 @@ class HandOver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """An entry with values that this rank has computed itself.
+    """An entry with values that this rank has computed itself, such as optimizer states whose home is the device.
 
     Attributes:
         copying: makes a context in which values are copied from the device, and whose end waits for the copies; None:
@@ -117,7 +118,8 @@ class Put:
 class Derived:
     """An entry with values that this rank computes or reads again, so that it need not keep them.
 
-    Only the training thread makes it, because the computation may use torch's global random numbers, and the model.
+    `make` runs only on the training thread, because the values may depend on torch's global random numbers and the
+    model.
     """
 
     step: int
@@ -137,7 +139,8 @@ class Applied:
     kept: Sequence[torch.Tensor]
 
     def make(self, attachment: Attachment) -> None:
-        # Gradients are handed over one at a time, because the store need not have memory for all of them at once.
+        # The gradients are handed to the store one at a time, because the store need not have memory for all of them at
+        # once.
         for update, gradient in zip(self.updates, self.kept, strict=True):
             with _acquired(attachment, [SlabName(group=update.group, kind=GRAD)], self.step) as (leased,):
                 leased.data.copy_(gradient)
@@ -146,7 +149,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutBegun:
-    """A declaration that the job is laid out anew, with `first_step` as the number of the layout's first commit."""
+    """An entry that declares that the job gets a new layout, whose first commit will be step `first_step`."""
 
     first_step: int
 
@@ -156,7 +159,7 @@ class LayoutBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A declaration of the shard groups of this rank."""
+    """An entry that declares to the store which shard groups this rank has."""
 
     groups: Sequence[pb.ShardGroup]
 
@@ -166,11 +169,11 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A declaration that every rank of the job, on every node, has committed a step.
+    """An entry that declares to the store that every rank of the job, on every node, has committed a step.
 
     Attributes:
         step: the step.
-        records: whether the store is to have it in its catalog at once.
+        records: whether the store writes this to its catalog at once.
     """
 
     step: int
@@ -204,7 +207,7 @@ class Journal:
 
     Attributes:
         acknowledged: the newest commit that the store has acknowledged; None: there is none.
-        returns_to: the older commit to which the store is being rolled back; None: it is not.
+        returns_to: the older commit to which the store is being rolled back; None: there is no roll-back.
         layout_begun: the layout without a commit that this rank has begun; None: there is none.
         registered: the shard groups that this rank has declared; None: it has declared none.
         settled: the newest step that this rank has declared to be on all nodes; None: it has declared none.
@@ -212,8 +215,8 @@ class Journal:
         vote: this rank's vote for the commit under way; None: it has not voted.
         unkept_bytes: bytes that were handed over without keeping a copy.
         is_open: whether the journal keeps anything; False before `open`.
-        is_filling: whether the states are being given their first values, of which the journal keeps as many bytes as
-            of gradients.
+        is_filling: whether the states are being given their first values. The journal keeps at most as
+            many bytes of first values as of gradients.
         awaits_commit: whether the daemon was restarted since the last acknowledged commit. The new one may lack what
             other ranks handed to the last one for the commit under way.
     """
@@ -236,13 +239,13 @@ class Journal:
         self._filled_bytes = 0
         self._exceeds = False
         self._entries: list[HandOver] = []
-        # `replay` has handed the declarations in `_declared` and the first `_replayed` entries to the attachment
-        # `_replayed_to`.
+        # The progress of `replay`: it has handed the declarations in `_declared` and the first `_replayed` entries to
+        # the attachment `_replayed_to`.
         self._replayed_to: Attachment | None = None
         self._declared: list[HandOver] = []
         self._replayed = 0
-        # Copies of gradients by group. Each step uses the same memory again, because fresh memory of this size costs
-        # the kernel as much time as the copy itself.
+        # The journal's copies of gradients, by group. Each step uses the same memory again, because fresh memory of
+        # this size costs the kernel as much time as the copy itself.
         self._copies: dict[str, torch.Tensor] = {}
 
     def open(self, most_bytes: int, *, durable_every: int) -> None:
@@ -257,24 +260,26 @@ class Journal:
     def expect_gradients(self, nbytes: int) -> None:
         """Take note that a step has so many bytes of gradients. If they are more than the limit, none is ever copied.
 
-        Without this call the copies of a first step would fill the limit before they are found to be of no use.
+        Without this call, the journal would copy gradients of the first step up to the limit, and then drop all the
+        copies.
         """
         if self.is_open:
             self._has_room(nbytes)
 
     def go_on_from(self, step: int | None) -> None:
-        """Take note that the store has shown the commit `step` as the newest one, which may be durable."""
+        """Take the commit `step`, which the store has shown as the newest one, as acknowledged and maybe durable."""
         self.acknowledged = self._made_durable = step
 
     def note_durable(self, step: int) -> None:
-        """Take note that the commit `step` may be durable although its number does not say so."""
+        """Count the commit `step` as one that may be durable, although `durable_every` does not divide it."""
         self._made_durable = step
 
     @property
     def is_useful(self) -> bool:
-        """Whether the next daemon may have the commit that what is handed over now is added to.
+        """Whether the next daemon may have the commit on which the commit under way builds.
 
-        If it is in the memory of this daemon only, the run ends with the daemon, and copies of gradients are of no use.
+        If this daemon has that commit in memory only, the run ends with the daemon, so copies of gradients are of no
+        use.
         """
         before = self.acknowledged if self.vote is None else self.vote.step
         if before is None:
@@ -283,16 +288,16 @@ class Journal:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of memory for copies of gradients."""
+        """The bytes of memory that the journal's copies of gradients take now."""
         return sum(copy.numel() for copy in self._copies.values())
 
     def note(self, step: int, entry: HandOver) -> None:
-        """Add an entry for the commit `step`; do nothing before `open`."""
+        """Add an entry, which belongs to the commit `step`, behind the others. Before `open`, do nothing."""
         if not self.is_open:
             return
         self.step = step
         if self.is_filling and isinstance(entry, Put):
-            # The kinds of one group may be given the same tensor.
+            # The same tensor may be given for several kinds of one group, so its bytes are counted once.
             nbytes = sum({id(value.values): value.values.nbytes for value in entry.values}.values())
             self._filled_bytes += nbytes
             if self._filled_bytes > self._most_bytes:
@@ -317,10 +322,12 @@ class Journal:
             return None
         self.step = step
         nbytes = sum(update.gradient.nbytes for update in updates)
-        # A gradient may have been parked without a copy before a restart showed that the commit before is durable.
+        # A parked gradient may have no copy in this process: it was parked while the last commit was not known to be
+        # durable, so that a copy would have been of no use. If a restart has since shown that the commit is durable,
+        # the copy is missing, and the journal cannot keep the step.
         has_all = self.is_useful and all(update.gradient.has_data for update in updates)
         if not has_all or not self._has_room(sum(u.gradient.nbytes for u in updates if u.group not in self._copies)):
-            # All entries are dropped, because the next daemon could not use a part of a step.
+            # The journal drops all entries of the step, because the next daemon could not use a part of a step.
             self.unkept_bytes += nbytes
             self._entries.clear()
             self._replayed = 0
@@ -331,15 +338,16 @@ class Journal:
         return entry
 
     def keep(self, group: str, data: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of a gradient that is about to be parked, because this rank has its bytes no more then.
+        """Return a copy of a gradient that is about to be parked, because this rank cannot read parked bytes.
 
-        Return None as `note_update` does.
+        Return None if the journal is to keep no copy, for the reasons that `note_update` has.
         """
         has_room = self.is_open and self.is_useful and self._has_room(0 if group in self._copies else data.numel())
         if not has_room:
             return None
         if self._entries:
-            # The commit under way needs the copy that the last step has made. It is freed with the entry.
+            # An entry of the commit under way still needs the journal's last copy of this group's gradient, so the new
+            # gradient gets another copy. The last copy is freed with that entry.
             self._copies.pop(group, None)
         return self._filled_copy(group, data)
 
@@ -363,7 +371,10 @@ class Journal:
             self._replayed -= place < self._replayed
 
     def begin_vote(self, attachment: Attachment, step: int, client_state: bytes, settled: int) -> JournaledVote:
-        """Vote for the commit, keep the vote and return it. It does not wait."""
+        """Begin this rank's vote for the commit `step`, keep the vote in the journal, and return it.
+
+        It does not wait for the commit.
+        """
         call = vote(attachment, step, client_state, settled)
         self.step = step
         self.vote = JournaledVote(
@@ -376,7 +387,7 @@ class Journal:
         if self.step == step:
             self.acknowledged = step
             if self.layout_begun is not None:
-                # The first commit of a layout is durable if any commit of the job is.
+                # The first commit of a new layout is durable if any commit of the job is, so it is noted as durable.
                 self.note_durable(step)
             self.step = self.vote = self.layout_begun = None
             self.unkept_bytes = self._replayed = self._filled_bytes = 0
@@ -408,7 +419,8 @@ class Journal:
     def _copy(self, update: GroupUpdate) -> torch.Tensor:
         data = update.gradient.data
         if update.gradient.parked is not None:
-            # It was copied when it was parked.
+            # This rank cannot read a parked gradient, so the gradient's `data` is the copy that the journal's `keep`
+            # made before.
             return data
         return self._filled_copy(update.group, data)
 
@@ -422,7 +434,7 @@ class Journal:
 def _acquired(attachment: Attachment, slabs: Sequence[SlabName], step: int) -> Iterator[list[LeasedBytes]]:
     """Acquire write leases, all or none and in the order of the slabs, for a `with` block.
 
-    The block hands them to the store; if it fails, they are released. It raises StoreError.
+    The block hands the leases to the store. If the block fails, they are released. It raises StoreError.
     """
     wants = [pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs]
     request = pb.AcquireLeasesRequest(wants=wants)
@@ -435,7 +447,7 @@ def _acquired(attachment: Attachment, slabs: Sequence[SlabName], step: int) -> I
 
 
 def publish(attachment: Attachment, leases: Sequence[LeasedBytes]) -> None:
-    """Release write leases, and publish their bytes as the version of their step. It can raise StoreError."""
+    """Release write leases, and make their bytes the versions of the leases' step. It can raise StoreError."""
     for leased in leases:
         attachment.plane.flush(leased)
     attachment.check_leases()
@@ -449,7 +461,7 @@ def apply(
     hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
     updates: Sequence[GroupUpdate],
 ) -> None:
-    """Hand gradients over, and return when the store has accepted them. Consumes their leases.
+    """Hand the gradients of `updates` to the store, which ends their leases. Return when it has accepted them.
 
     It can raise StoreError.
     """
@@ -467,7 +479,7 @@ def apply_request(
     provisional: bool = False,
     final: bool = False,
 ) -> pb.ApplyGradientsRequest:
-    """Return the request of an update; the caller sets its session id."""
+    """Return the request that hands gradients to the store's optimizer; the caller sets its session id."""
     return pb.ApplyGradientsRequest(
         step=step,
         hyper_parameters=hyper_parameters,

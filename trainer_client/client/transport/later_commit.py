@@ -1,12 +1,13 @@
 """The end of a step on a thread of its own: the last values are handed over, and then the rank votes for the commit.
 
-Meanwhile the trainer goes on with the next step, so that copies from the device lie under its computation.
+Meanwhile the trainer goes on with the next step, so that copies from the device run while the device computes.
 
-[Note: a vote that comes later] Until the vote, a daemon that is restarted lacks what this rank has not handed over. A
-read of the trainer must not come before the vote then, because it could miss bytes of the step: see
-`RankStore.acquire_read`. Without a restart it may, because all that a read sees was handed over before.
+[Note: a vote that comes later] If a daemon is restarted before the vote, the new one lacks what this rank has not
+handed over yet. A read by the trainer must then wait for the vote, because it could miss bytes of the step: see
+`RankStore.acquire_read`. Without a restart a read need not wait, because all bytes that it sees were handed over
+before.
 
-This module owns the thread. It must never copy values that the trainer may change meanwhile: its callers see to that.
+This module owns the thread. It must never copy values that the trainer may change meanwhile, so callers pass none.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class LaterValues:
 
 
 class LaterCommit(Pending[None]):
-    """A commit for which this rank votes later."""
+    """The future of a commit for which the thread of `LaterCommits` votes, after it has handed over more values."""
 
     def __init__(self, step: int, voted: Future[Pending[None]], recorder: Recorder) -> None:
-        """Wrap the future of the vote, whose result is the future of the commit."""
+        """Make the future of the commit of `step`. The result of `voted` is the future of the vote's call."""
         self.waited_seconds = 0.0
         self._step = step
         self._voted = voted
         self._recorder = recorder
 
     def release_when_granted(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the store grants a commit no lease."""
 
     @property
     def is_answered(self) -> bool:
@@ -92,12 +93,12 @@ class LaterCommits:
         self._closing = threading.Event()
 
     def begin(self, step: int, hand_over_and_vote: Callable[[], Pending[None]]) -> LaterCommit:
-        """Call the function on the thread, and return the commit of `step` at once."""
+        """Call `hand_over_and_vote` on the thread, and return the future of the commit of `step` at once."""
         self.newest = LaterCommit(step, self._thread.submit(carried(hand_over_and_vote)), self._recorder)
         return self.newest
 
     def check(self) -> None:
-        """Raise StoreUnavailableError after `close`, so that a wait for the device ends."""
+        """Raise StoreUnavailableError after `close`. The thread calls this repeatedly while it waits for copies."""
         if self._closing.is_set():
             raise _closed()
 
@@ -107,7 +108,7 @@ class LaterCommits:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
-        """Wait for the thread's end, after `close` and after the end of the session, which ends its calls."""
+        """Wait for the thread's end. Call `close` first, and end the session, because that ends the thread's calls."""
         self._thread.shutdown()
 
 

@@ -1,6 +1,6 @@
 """The calls about leases that gradients, other slabs and activations share: acquire, open, park, give back.
 
-Each is a call on one attachment. Whether it is repeated with the next daemon is for the callers to say.
+Each function makes a call on one attachment. Its caller decides whether the call is repeated with the next daemon.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer_client.client.transport.planes import LeasedBytes, Parked
 
 
 def acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
-    """Request leases, all or none; the result is the response."""
+    """Request leases, of which the store grants all or none, and return the future of the response."""
     at.check()
     return at.begin(at.stub.AcquireLeases, pb.AcquireLeasesRequest(wants=wants), at.deadlines.lease)
 
 
 def open_write(at: Attachment, lease: pb.Lease) -> LeasedBytes:
-    """Return a granted write lease with its bytes."""
+    """Return a granted write lease with the memory to write its bytes to."""
     leased = at.plane.open_write(lease)
     return replace(leased, asks_to_park=True) if lease.park else leased
 
@@ -72,6 +72,6 @@ def _park(at: Attachment, leased: LeasedBytes, *, is_sent: bool) -> None:
     try:
         at.begin(at.stub.ParkGradients, pb.ParkGradientsRequest(lease_ids=[leased.lease_id])).result()
     except grpc.RpcError as error:
-        # The lease may have been consumed or released before this call was made.
+        # The lease to release may have been consumed or released before, so the status code NOT_FOUND is no failure.
         if error.code() is not grpc.StatusCode.NOT_FOUND:
             raise translate(error) from None

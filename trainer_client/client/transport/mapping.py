@@ -15,14 +15,15 @@ from pathlib import Path
 
 import torch
 
-# Linux flags that Python's mmap module lacks. The values are the same on all processors that torch is built for.
+# Flags of mmap and madvise in Linux that Python's mmap module lacks. The values are the same on all processors that
+# torch is built for.
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_DONTNEED = 4
 
-# A file of Linux with 8 bytes for each page of this process. Bits 63 and 62 say that the page is in memory or swapped
-# out, and bit 61 that it is one of a file or of shared memory, and no copy of this process.
+# Linux shows in this file 8 bytes for each page of this process. Bit 63 or 62 is set if the page is in memory or
+# swapped out. Bit 61 is set if the page belongs to a file or to shared memory, and not to a copy of this process.
 _PAGE_MAP = Path("/proc/self/pagemap")
 _ENTRY_BYTES = 8
 _IS_THERE, _IS_OF_FILE = -(1 << 62), 1 << 61
@@ -43,7 +44,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRange:
-    """A range of a file that can be mapped into memory.
+    """A range of a file that `map_file_at` can map into memory.
 
     Attributes:
         descriptor: file descriptor. It stays open as long as the range may be mapped; an existing mapping does not
@@ -87,7 +88,7 @@ def map_file_at(address: int, nbytes: int, source: FileRange) -> None:
     Raises:
         OSError: the kernel refuses; the former mapping is unchanged.
     """
-    # MAP_POPULATE is not used, because it would copy each page of a writable private mapping at once.
+    # MAP_POPULATE is not passed to mmap, because it would copy each page of a writable private mapping at once.
     _map(address, nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, source.descriptor, source.offset)
 
 
@@ -106,7 +107,8 @@ def show_file_again(view: memoryview) -> None:
 def written_ranges(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a mapping of `map_file_at` that this process may have written to, as [begin, end) in bytes.
 
-    They are whole pages. Where the kernel does not tell which, the part is the whole mapping.
+    The parts are whole pages. If the kernel does not tell which pages were written to, the one part is the whole
+    mapping.
     """
     try:
         with _PAGE_MAP.open("rb", buffering=0) as page_map:

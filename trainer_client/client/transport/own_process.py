@@ -14,18 +14,21 @@ from trainer_client.errors import ForkedChildError
 
 
 class OwnProcess:
-    """The process that has made an object."""
+    """The process that has made an object, which asks this class whether it is used in a forked child."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller runs in that process. In a forked child, there is nothing to close."""
+        """Whether the caller runs in the process that made the object, and not in a forked child.
+
+        `close` of an object does nothing in a forked child, because a child has nothing to close.
+        """
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise ForkedChildError if the caller runs in a forked child of that process."""
+        """Raise ForkedChildError if the caller runs in a forked child of the process that made the object."""
         if not self.is_here:
             raise ForkedChildError(
                 grpc.StatusCode.FAILED_PRECONDITION,

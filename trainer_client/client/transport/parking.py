@@ -2,9 +2,9 @@
 
 Where the host budget holds all gradients of a step, the store asks for none to be parked. But gradients and other
 leases are ranges of many sizes that cannot be moved, so free bytes may be in holes that are too small, and other
-clients may hold leases for long. The store spills what is parked. It has room for `GRADIENTS_AT_ONCE` gradients of each
-rank beside those, so the few that were used last are not parked. This module owns the order of their uses. It must
-never look at values.
+clients may hold leases for long. So once a lease has waited for room, this rank parks its gradients, and the store
+spills them. Beside the parked ones, the store has room for `GRADIENTS_AT_ONCE` gradients of each rank, so the few that
+were used last are not parked. This module owns the order of their uses. It must never look at values.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ log = logging.getLogger(__name__)
 
 
 class UsedGradient(Protocol):
-    """A gradient that the store may keep elsewhere."""
+    """A gradient as `Parking` sees it. When it is parked, the store may spill it and use its memory otherwise."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether no request for its memory is under way."""
+        """Whether no request for the gradient's memory is under way. `Parking` leaves it alone while one is."""
 
     def park(self) -> None:
-        """Have the store keep the gradient elsewhere, if it asks for that, until it is used again."""
+        """Park the gradient until its next use. Do nothing if the store has not asked to park it."""
 
 
 class Parking:
-    """The gradients of one rank, and the requests to park that it knows of."""
+    """The choice of the gradients that one rank parks, made from their uses and from what the store asks for."""
 
     def __init__(self) -> None:
-        # All gradients that were ever used.
+        # All gradients that this rank has ever used.
         self._gradients: dict[UsedGradient, None] = {}
-        # Those that were used since they were parked last, the least recently used one first.
+        # The gradients that this rank has used since they were last parked, the least recently used one first.
         self._used: dict[UsedGradient, None] = {}
-        # The groups whose gradient, when it was leased last, came with the request to park it.
+        # The groups whose gradient the store asked this rank to park, when it granted the last lease of the gradient.
         self._asked: set[str] = set()
         self._is_for_all = False
 
     def use(self, gradient: UsedGradient) -> None:
-        """Take note that a gradient is used now, and park the one that was not used for longest if they are too many.
+        """Note that a gradient is used now. If too many are in use, park the one that was not used for longest.
 
         Call this before the gradient's memory is asked for, because the store may have no room before another gradient
         is parked.
@@ -58,14 +58,15 @@ class Parking:
         self._used[gradient] = None
 
     def remove(self, gradient: UsedGradient) -> None:
-        """Take note that a gradient was parked, or is not needed any more. Idempotent."""
+        """Count a gradient as used no longer, because it was parked or is not needed any more. Idempotent."""
         self._used.pop(gradient, None)
 
     @property
     def is_wanted(self) -> bool:
         """Whether the rank is to park any gradients that it does not use for a while.
 
-        The store asks for all of them if host memory may not hold those of a step, and else for those placed on NVMe.
+        The store asks for all gradients if host memory may not hold those of a step. If it can hold them, the store
+        asks only for the gradients that are placed on NVMe.
         """
         return self._is_for_all or bool(self._asked)
 
@@ -74,15 +75,15 @@ class Parking:
         return self._is_for_all or leased.asks_to_park
 
     def note(self, groups: Iterable[str], response: pb.AcquireLeasesResponse) -> None:
-        """Take note of what the store asks for with leases of the gradients of `groups`."""
+        """Keep for each of `groups` whether the store, with the lease of its gradient, asks to park the gradient."""
         for group, lease in zip(groups, response.leases, strict=True):
             (self._asked.add if lease.park else self._asked.discard)(group)
 
     def begin_for_all(self) -> None:
         """Have gradients parked now and from now on, because a lease of this rank waits for room.
 
-        All are parked but those that were used last and those for which a request is under way. This is called on a
-        thread that waits for a lease.
+        All gradients are parked except those that were used last and those for which a request is under way. This is
+        called on a thread that waits for a lease.
         """
         if not self._is_for_all:
             log.warning(

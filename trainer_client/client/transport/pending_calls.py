@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class RepeatedCall(Pending[T]):
-    """A call that is repeated with the next daemon if a daemon is lost before the result was taken."""
+    """The future of a call that is made again with the next daemon if the daemon is lost before `wait` returns."""
 
     def __init__(self, attachments: Attachments, ask: Callable[[Attachment], Pending[T]]) -> None:
         self.waited_seconds = 0.0
@@ -52,9 +52,9 @@ class RepeatedCall(Pending[T]):
             self.attachment, self._pending = self._begin()
 
     def release_when_granted(self) -> None:
-        """Release what the call is granted, as `Pending.release_when_granted`.
+        """Release the leases that the call is granted, as `Pending.release_when_granted` does.
 
-        Leases of a lost daemon are void anyway.
+        Leases of a lost daemon need no release, because they are void.
         """
         self._pending.release_when_granted()
 
@@ -66,27 +66,30 @@ class RepeatedCall(Pending[T]):
 
 
 class WithdrawableUpdate(Pending[bool]):
-    """An update that can be withdrawn until the commit. It belongs to one attachment, and the store grants it nothing.
+    """An update that can be withdrawn until the commit. It is made on one attachment, and never repeated with the next.
 
     The result of `wait` is whether the current daemon has the update.
     """
 
     def __init__(self, attachments: Attachments, at: Attachment, sent: Pending[None] | None) -> None:
-        """Make the future; `sent` is None if the update was not sent at all."""
+        """Make the future of an update that was sent on `at` by the call `sent`; None if it was not sent at all."""
         self.waited_seconds = 0.0
         self._attachments = attachments
         self._at = at
         self._sent = sent
 
     def release_when_granted(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the store grants no lease for an update."""
 
     @property
     def is_answered(self) -> bool:
         return self._sent is None or self._sent.is_answered
 
     def wait(self) -> bool:
-        """Wait for the hand-over; return whether the current daemon has the update. It can raise StoreError."""
+        """Wait until the store has accepted the update, and return True. It can raise StoreError.
+
+        Return False if the current daemon lacks the update: it was not sent, or the daemon that was given it is lost.
+        """
         if self._sent is None:
             return False
         if self._at is self._attachments.current:
@@ -107,7 +110,7 @@ class PendingCommit(Pending[None]):
         self._recorder = recorder
 
     def release_when_granted(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the store grants no lease for a vote."""
 
     @property
     def is_answered(self) -> bool:
@@ -119,13 +122,16 @@ class PendingCommit(Pending[None]):
     def wait(self) -> None:
         """Wait until the store has committed the step. It can raise StoreError."""
         with self._attachments.changed:
-            # The journal may have repeated the vote on an attachment that is not current before the commit is there.
+            # The vote's call may be on a newer attachment than `current`: after a restart of the daemon, the journal
+            # repeats the vote on the new attachment, which becomes the current one only when the commit exists.
             at, call = self._attachments.current, self._vote.call
         try:
             Pending(call, lambda _: None, self._note_wait).wait()
         except StoreError as error:
-            # When `outlive` returns, the commit exists: the thread that attaches to the next daemon has waited for it.
-            # If that daemon has shown the commit already, the call that has failed is the one to the former daemon.
+            # The vote's call has failed, perhaps because the daemon was lost. `Attachments.outlive` returns only after
+            # the next daemon has made the commit, so nothing has to be repeated here. If the journal no longer has the
+            # vote, the store has committed the step already: the failed call was made to the former daemon, so its
+            # error is ignored.
             if not self._is_acknowledged:
                 self._attachments.outlive(at, error)
         self._attachments.acknowledge(self._vote.step)

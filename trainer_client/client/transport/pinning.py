@@ -1,12 +1,12 @@
 """The registration of a mapped arena with the driver of a device, after which the device copies while the host goes on.
 
 Memory that is not registered ("pageable") is copied through buffers of the driver, several times slower, and the host
-waits for it. This module owns the registrations of a mapping: once for a process, whatever the number of its sessions.
-It must never register what the store may still move, nor end a registration while the device may still copy.
+waits for it. This module owns the registrations of a mapping: once for a process, however many sessions it has. It must
+never register what the store may still move, nor end a registration while the device may still copy.
 
 [Note: one registration for a mapping] The driver knows memory by its address, so the registration belongs to the
-mapping (arena.py) and not to a session. All sessions of the process can then be written to by the device after the
-process was killed, so all of them say so to the daemon when they begin (`announce`, and `message Arena` in
+mapping (arena.py) and not to a session. A device may then write to the leases of every session of the process even
+after the process was killed. So each session tells the daemon when it begins (`announce`, and `message Arena` in
 parameter_store.proto).
 
 [Note: pieces] Drivers refuse a single registration of 512 GiB, and one call for all of the arena would last a minute
@@ -34,12 +34,12 @@ from trainer_client.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The pause between two looks of the thread at how far the store has moved the arena into huge pages.
+# The pause between two looks of the registering thread at how far the store has moved the arena into huge pages.
 LOOK_SECONDS = 0.1
 
 
 class PinError(Exception):
-    """The driver of a device refuses a call. The text says which one, and why."""
+    """The driver of a device refuses a call. The error's text names the call, and has the driver's reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +101,11 @@ class Pins:
             offset += part
 
     def has(self, address: int) -> bool:
-        """Return whether an address is in the mapping."""
+        """Return whether a memory address lies in the mapped arena."""
         return self._address <= address < self._address + self._nbytes
 
     def offset_of(self, address: int) -> int:
-        """Return where an address is in the arena."""
+        """Return the offset in the arena, in bytes, of a memory address in the mapping."""
         return address - self._address
 
     def synchronize(self) -> None:
@@ -113,7 +113,7 @@ class Pins:
         self._driver.synchronize()
 
     def wait(self) -> None:
-        """Wait until the thread has registered all that it can."""
+        """Wait until the thread that registers the arena has ended, because it has registered all that it can."""
         self._thread.join()
 
     def close(self) -> None:
@@ -121,7 +121,8 @@ class Pins:
         self._closing.set()
         self.wait()
         _Process.pins.remove(self)
-        # The function views the arena, which is to be unmapped, and leases may keep this object.
+        # The function `_settled` reads a word of the arena, so it keeps the arena mapped. It is dropped here, because a
+        # lease may keep this object alive for long.
         self._settled = None
         begins = range(0, self.pinned_bytes, self._piece_bytes)
         self.pinned_bytes = 0
@@ -129,7 +130,8 @@ class Pins:
             try:
                 self._driver.unregister(self._address + begin)
             except PinError as error:
-                # The driver ends the registration with the process.
+                # The driver refused to end the registration. The error is only logged, because the driver ends all
+                # registrations when the process ends.
                 log.debug("a registration of the store's memory does not end: %s", error)
 
     def _register(self) -> None:
@@ -163,19 +165,22 @@ class Pins:
 
 
 class _Process:
-    """Whether this process may register arenas, and the registrations that it has."""
+    """The state of this module for the whole process: whether it may register arenas, and its registrations."""
 
     announced = False
     pins: ClassVar[list[Pins]] = []
 
 
 def announce() -> None:
-    """Note that this process may register arenas, before the first session of it that is to do so opens."""
+    """Have all sessions that open from now on tell their daemons that this process may register arenas.
+
+    Call this before the first session opens whose arena is to be registered.
+    """
     _Process.announced = True
 
 
 def is_announced() -> bool:
-    """Return whether this process may register arenas, which each session says to its daemon when it begins."""
+    """Return whether `announce` was called. Each session sends this to its daemon when it begins."""
     return _Process.announced
 
 
@@ -197,7 +202,7 @@ def slices_of(host: torch.Tensor) -> Iterator[slice]:
         yield slice((offset - first) // host.itemsize, (offset - first + nbytes) // host.itemsize)
 
 
-# Values of cuda.h, the header of CUDA's driver API.
+# The values of constants in cuda.h, the header of CUDA's driver API.
 _PORTABLE = 0x01
 _SUCCESS = 0
 
@@ -216,7 +221,7 @@ class _Cuda:
         except OSError as error:
             raise PinError(f"the CUDA driver cannot be loaded ({error})") from None
         device = ctypes.c_int()
-        # The context is the one that torch uses. It is held until the process ends.
+        # The device's primary context, which torch uses, too. It is not released, so it stays until the process ends.
         self._context = ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))

@@ -25,7 +25,7 @@ from trainer_client.client.transport.streams import Streams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaPlace:
-    """Where the bytes of a lease are in an arena that is registered with a device: at byte `offset`."""
+    """The place of a lease's bytes in an arena that is registered with a device: they begin at byte `offset`."""
 
     pins: Pins
     offset: int
@@ -33,11 +33,11 @@ class ArenaPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
-    """A gradient that was parked, as this process knows it.
+    """A parked gradient, as `LeasedBytes.parked` describes it while the process does not have its bytes.
 
     Attributes:
-        nbytes: its size.
-        sent: the result of the call that parks it, which is there when the store has its bytes.
+        nbytes: the size of the gradient.
+        sent: the future of the call that parks it, which is done when the store has the bytes.
     """
 
     nbytes: int
@@ -77,12 +77,12 @@ class LeasedBytes:
 
     @property
     def nbytes(self) -> int:
-        """The size of the lease."""
+        """The size of the lease in bytes, also if it is parked and `data` lacks the bytes."""
         return self.data.numel() if self.parked is None else self.parked.nbytes
 
     @property
     def has_data(self) -> bool:
-        """Whether this process has the bytes."""
+        """Whether `data` has the bytes of the lease. It is False for a parked gradient."""
         return self.data.numel() == self.nbytes
 
     def is_same_lease(self, other: LeasedBytes) -> bool:
@@ -93,13 +93,14 @@ class LeasedBytes:
     def is_pinned(self) -> bool:
         """Whether a device can copy the bytes while the host goes on.
 
-        If so, the lease must not be released, handed over or published before the device has done the copy; and what
-        was copied out of it is used for a vote only if `Plane.check` succeeds after that, see `RankStore.commit`.
+        If so, the lease must not be released, handed over or published before the device has done the copy. Bytes that
+        were copied out of the lease count for a vote only if `Plane.check` succeeds after the copy, see
+        `RankStore.commit`.
         """
         return self.place is not None and self.place.pins.is_pinned(self.place.offset, self.data.numel())
 
     def pieces(self) -> Iterator[slice]:
-        """Return the slices of `data` that are copied one by one, in order, because a device refuses more in one copy.
+        """Return the slices of `data` that are copied one by one, in order, because a device may refuse one large copy.
 
         Each begins and ends at a multiple of the page size, except for the end of `data`.
         """
@@ -119,28 +120,31 @@ class LeasedBytes:
 
 
 class Plane(Protocol):
-    """The contract of a data plane."""
+    """The methods of a data plane, which turns leases into tensors. ArenaPlane and StreamPlane implement them."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_mapped(self) -> bool:
-        """Whether leased bytes are the store's own memory."""
+        """Whether the tensors of leases are views of the store's own memory, so that no bytes are copied."""
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
-        """Return a read lease with its bytes."""
+        """Return a granted read lease with its bytes, which the store or a stream has brought."""
 
     def open_write(self, lease: pb.Lease) -> LeasedBytes:
         """Return a write lease with uninitialised bytes, which the caller fills."""
 
     def flush(self, leased: LeasedBytes) -> None:
-        """Make the bytes of a write lease visible to the store; wait until the store has those of a parked gradient."""
+        """Make the bytes of a write lease visible to the store.
+
+        For a parked gradient, wait instead until the store has the bytes that were sent when it was parked.
+        """
 
     def check(self) -> None:
         """Check that leases of this plane were still valid while their bytes were used.
 
-        Call this after the bytes of a lease were read, and before the result of that is used.
+        Call this after the bytes of a lease were read, and before anything that was computed from them is used.
 
         Raises:
             SessionEndedError: the session has ended, so its leases are void and their memory may already hold the bytes
@@ -170,7 +174,7 @@ class ArenaPlane:
         return self.open_read(lease)
 
     def flush(self, leased: LeasedBytes) -> None:
-        """Do nothing but wait until a gradient is parked, because the store reads the same memory."""
+        """Wait until a gradient that was parked is in the store. Other bytes are in the store's memory already."""
         if leased.parked is not None:
             leased.parked.sent.wait()
 
@@ -209,6 +213,9 @@ class StreamPlane:
 
 
 def check(leases: Iterable[LeasedBytes]) -> None:
-    """Run `Plane.check` once for each plane of the leases. It can raise SessionEndedError."""
+    """Check that the leases were valid while their bytes were used: run `Plane.check` once for each plane of them.
+
+    It can raise SessionEndedError.
+    """
     for plane in {id(leased.plane): leased.plane for leased in leases}.values():
         plane.check()

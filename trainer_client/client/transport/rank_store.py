@@ -62,15 +62,17 @@ from trainer_client.client.transport.session import OnRankGone
 from trainer_client.client.transport.shard_group_name import ShardGroupName
 from trainer_client.errors import StoreError, StoreNotFoundError
 
-# The store may have to write a whole step to NVMe before it is kept.
+# The deadline of KeepStep. It is long, because the store may have to write a whole step to NVMe before it keeps the
+# step.
 KEEPING_DEADLINE_SECONDS = 3600.0
 
 __all__ = ["GroupUpdate", "LaterValues", "RankStore", "SlabName", "Value"]
 
 T = TypeVar("T")
 
-# A function that makes a context in which values are copied from the device. The end of the context waits for the
-# copies; it calls the argument again and again meanwhile, which may raise to end the wait.
+# A function that makes a context in which the caller begins copies of values from the device. At its end, the context
+# waits for the copies. During this wait it calls the function's argument again and again, which may raise an error to
+# end the wait.
 Copying = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
@@ -122,11 +124,12 @@ class RankStore:
         self.fetched: tuple[int, float] = 0, 0.0
         self._recorder = recorder or Recorder()
         self._job = pb.OpenJobRequest()
-        # A thread of its own sends gradients, because that may take long.
+        # The thread that sends gradients to the store, so that the training thread does not wait for them.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self._later_commits = LaterCommits(self._recorder)
         self.trace_parent = trace_parent
-        # The memory of this rank's device that the store may use for copies, and the attachment that knows of it.
+        # The memory of this rank's device in which the store may have copies placed, and the attachment over which the
+        # memory was offered. A new attachment needs a new offer.
         self._device_memory: OfferedMemory | None = None
         self._offered_to: Attachment | None = None
         attach = partial(
@@ -149,7 +152,7 @@ class RankStore:
         return self._attachments.reattach_seconds
 
     def settle(self, layout: str) -> None:
-        """Note that the first values of the job's `layout`, the store's name of it, are committed."""
+        """Accept from now on only daemons whose job has the newest layout `layout`, which is committed now."""
         self._attachments.settle(layout)
 
     def stop_reattaching(self) -> None:
@@ -166,12 +169,15 @@ class RankStore:
 
     @property
     def end_session(self) -> Callable[[], None]:
-        """A function that ends the session at once, and with it all leases. It does not refer to this object."""
+        """A function that ends the session at once, and with it all leases.
+
+        The function does not refer to this object, so a holder of the function does not keep the object alive.
+        """
         return self._attachments.close
 
     @property
     def restarts(self) -> Sequence[Restart]:
-        """The restarts of the daemon that this rank has outlived."""
+        """The restarts of the daemon after which this rank has gone on with the new daemon, in their order."""
         return tuple(self._attachments.restarts)
 
     @property
@@ -185,7 +191,7 @@ class RankStore:
 
     @property
     def epoch(self) -> str:
-        """The random name that the daemon gave itself at its start; another start has another one."""
+        """The random name that the daemon gave itself at its start. It changes when the daemon is restarted."""
         return self._attachments.current.epoch
 
     @property
@@ -197,7 +203,7 @@ class RankStore:
         return self._attachments.current.plane
 
     def open_job(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
-        """Attach this rank to its job, and return what is committed of the job."""
+        """Attach this rank to its job, and return the store's answer: the job's layouts and committed steps."""
         self._job = request
 
         def act(at: Attachment) -> pb.OpenJobResponse:
@@ -210,7 +216,10 @@ class RankStore:
         return self._attachments.retry_over_restarts(act)
 
     def confirm_epoch(self) -> str:
-        """Ask the daemon for any answer, and return the epoch of the daemon that gave it."""
+        """Return the epoch (see `epoch`) of the daemon that serves now.
+
+        This makes a call whose answer is not used. So if the daemon was restarted, this returns the new epoch.
+        """
 
         def act(at: Attachment) -> str:
             at.call(at.stub.ReadCounters, pb.ReadCountersRequest())
@@ -219,9 +228,9 @@ class RankStore:
         return self._attachments.retry_over_restarts(act)
 
     def repeat_over_restarts(self, act: Callable[[], T]) -> T:
-        """Call `act`, and call it again each time the daemon was lost meanwhile and the next one is there.
+        """Call `act`, and call it again with the next daemon each time a daemon was lost during the call.
 
-        `act` may use sessions of its own with the same daemon. It must be idempotent.
+        `act` may use sessions of its own with the same daemon. `act` must be idempotent.
 
         Returns:
             The result of the call of `act` that did not fail.
@@ -247,12 +256,15 @@ class RankStore:
         self._declare(at, registered)
 
     def expect_gradients(self, nbytes: int) -> None:
-        """Take note of the bytes of gradients that this rank hands over in a step, which may be too many to keep."""
+        """Announce to the journal how many bytes of gradients this rank hands over in a step.
+
+        If they are more than the journal's limit, it keeps no copies of gradients at all.
+        """
         with self._attachments.changed:
             self._attachments.journal.expect_gradients(nbytes)
 
     def _declare(self, at: Attachment, declaration: HandOver) -> None:
-        """Hand the store a declaration that is in the journal; if the daemon is lost, the next one gets it."""
+        """Hand the store `declaration`, an entry that the journal has. If the daemon is lost, the next one gets it."""
         try:
             declaration.make(at)
         except StoreError as error:
@@ -260,9 +272,9 @@ class RankStore:
 
     @contextmanager
     def rolling_back(self, step: int) -> Iterator[None]:
-        """Expect, within the context, that another rank rolls the job back to the commit `step`, and then that it has.
+        """Expect that another rank rolls the job back to the commit `step` within the context, and is done at its end.
 
-        The daemon that is restarted meanwhile may have the job as it was, or as it becomes.
+        A daemon that is restarted within the context may have the job as it was before the roll-back, or after it.
         """
         with self._attachments.changed:
             self._attachments.journal.returns_to = step
@@ -272,18 +284,19 @@ class RankStore:
             self._attachments.journal.returns_to = None
 
     def roll_back(self, step: int) -> None:
-        # A job that was rolled back already stays as it is.
+        # The call RollBack may be repeated, because a job that was rolled back already stays as it is.
         self._attachments.retry_over_restarts(lambda at: at.call(at.stub.RollBack, pb.RollBackRequest(step=step)))
 
     def keep_step(self, step: int, name: str, note: str) -> admin_pb.KeepStepResponse:
-        """Have the store keep a committed step of the job under a name; it is durable when this returns.
+        """Have the store keep a committed step of the job under a name; the kept step is durable when this returns.
 
         Raises:
             StoreBudgetError: the store has no room to keep the step beside those to come.
             StoreError: the store refused or failed the call.
         """
         request = admin_pb.KeepStepRequest(job=self._job.job, step=step, name=name, note=note)
-        # The call may be repeated with the next daemon, because a step that is kept already is kept once.
+        # The call KeepStep may be repeated with the next daemon, because a repeated KeepStep of the same step has no
+        # further effect.
         response: admin_pb.KeepStepResponse = self._attachments.retry_over_restarts(
             lambda at: at.call_without_session(at.admin.KeepStep, request, KEEPING_DEADLINE_SECONDS)
         )
@@ -308,9 +321,9 @@ class RankStore:
     def check_leases(self) -> None:
         """Check that the leases of the current session were still valid while a device copied bytes out of them.
 
-        Call this after the copies and before the bytes are used. What the processor reads out of a lease is checked by
-        the plane of the lease at once. So this passes if only the processor reads, and this rank goes on in another
-        session when the daemon has ended the present one.
+        Call this after the copies and before the bytes are used. Reads by the processor are checked at once by the
+        plane of the lease. So if only the processor reads, and the daemon has ended the session, this raises nothing,
+        because this rank goes on in another session.
 
         Raises:
             SessionEndedError: the leases are void, and the copied bytes may be those of another session.
@@ -322,15 +335,17 @@ class RankStore:
     def is_current(self, leased: LeasedBytes) -> bool:
         """Return whether the lease belongs to the current session.
 
-        Otherwise its daemon is gone: the bytes can still be copied, but the lease cannot be handed to the store.
+        If it does not, its session has ended: the bytes can still be copied, but the lease cannot be handed to the
+        store.
         """
         return self._attachments.current.owns(leased)
 
     def prefetch(self, wants: Iterable[tuple[SlabName, int]]) -> None:
-        """Replace the job's prefetch window by these slabs with their positions. It does not wait.
+        """Replace the job's window, the slabs that the store prefetches, by the slabs of `wants`. It does not wait.
 
-        The response updates `fetched`. A window that is lost with a broken connection does no harm, because the next
-        call replaces it anyway.
+        Each slab comes with the position at which it is needed. The response has the totals of what the store has
+        fetched for the job, which become the attribute `fetched`. If the window is lost with a broken connection, it
+        is not sent again, because the next call replaces it anyway.
         """
         request = pb.PrefetchRequest(
             wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
@@ -348,7 +363,7 @@ class RankStore:
         self.fetched = response.fetched_bytes, response.fetch_seconds
 
     def read_as_of(self, step: int) -> None:
-        """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
+        """Have `acquire_read` return bytes of the committed `step`, and no later ones, until the next `commit`."""
         self._as_of_step = step
 
     def offer_device_memory(self, device: torch.device, nbytes: int) -> None:
@@ -375,14 +390,16 @@ class RankStore:
         try:
             memory.resize(nbytes)
         except torch.OutOfMemoryError:
-            # There is no room for the old and the new memory at once, so the store forgets the copies that would stay.
+            # The device has no room for the smaller memory beside the larger one, so the copies of slabs cannot be
+            # moved to the smaller memory. Therefore this rank withdraws the offer, so that the store forgets all
+            # copies, frees the larger memory, and offers the smaller one.
             self._offer(device, 0)
             memory.resize(0)
             memory.resize(nbytes)
             self._offered_to = self._offer(device, nbytes)
 
     def _offer(self, device: torch.device, nbytes: int) -> Attachment:
-        """Offer so much memory to the store from now on, and return the attachment over which the store knows it."""
+        """Offer `nbytes` of device memory to the store, and return the attachment over which the offer was made."""
         request = pb.OfferDeviceMemoryRequest(size_bytes=nbytes, device=str(device))
 
         def act(at: Attachment) -> Attachment:
@@ -445,7 +462,8 @@ class RankStore:
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
             if self._attachments.awaits_commit and self._later_commits.newest is not None:
-                # See later_commit.py [Note: a vote that comes later].
+                # A lease for reading must not be requested before this rank has voted for the pending commit: see
+                # later_commit.py [Note: a vote that comes later].
                 self._later_commits.newest.wait_until_voted()
             self._attachments.wait_for_voted_commit()
             memory = self._offer_again(at)
@@ -454,17 +472,20 @@ class RankStore:
                 future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
             return Pending(future, partial(finish, at, memory), waited, partial(lease_calls.release_granted, at))
 
-        # The request may be repeated with the next daemon, because a version has the same bytes in each of them.
+        # The lease request may be repeated with the next daemon, because a version has the same bytes in each daemon.
         return self._repeated(ask)
 
     def _repeated(self, ask: Callable[[Attachment], Pending[list[LeasedBytes]]]) -> Pending[list[LeasedBytes]]:
-        """Request leases, also of the next daemon, and relieve the store if they have to wait for room."""
+        """Return a call that requests leases with `ask`, and again from the next daemon if this one is lost.
+
+        While the request waits for room in the store, this rank parks gradients.
+        """
         call = RepeatedCall(self._attachments, ask)
         call.while_late(self._relieve_if_pressed)
         return call
 
     def _relieve_if_pressed(self) -> bool:
-        """Have gradients parked if the daemon says that requests wait for room; return whether it does."""
+        """Park this rank's gradients if the daemon reports that requests wait for room. Return whether it does."""
         is_pressed = self._attachments.current.session.is_pressed
         if is_pressed:
             self.parking.begin_for_all()
@@ -480,7 +501,8 @@ class RankStore:
         def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
             return [lease_calls.open_write(at, lease) for lease in response.leases]
 
-        # All other kinds are written only as a part of a commit, so this wait counts as one for the commit.
+        # Slabs other than gradients are written only as a part of a commit, so the time that this request waits counts
+        # as waiting for the commit.
         of_gradients = all(want.slab.kind == GRAD for want in wants)
         cause, where = Cause.GRADIENT_MEMORY if of_gradients else Cause.COMMIT, _unit_of(wants)
 
@@ -516,8 +538,8 @@ class RankStore:
     def recall(self, slab: SlabName, parked: LeasedBytes, step: int) -> Pending[list[LeasedBytes]]:
         """Request a parked gradient, to read and write it again; the result has one lease.
 
-        If the daemon was lost meanwhile, it is a lease of the next one, with the bytes that the journal has kept. The
-        result of `wait` raises DaemonRestartedError if the journal has kept none.
+        If the daemon was lost meanwhile, the result is a lease of the next daemon, with the bytes that the journal has
+        kept. The result of `wait` raises DaemonRestartedError if the journal has kept none.
         """
         wants = [pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step)]
         where = _unit_of(wants)
@@ -535,7 +557,8 @@ class RankStore:
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
             if at.owns(parked):
-                # The store refuses to lease a gradient again that is not parked yet.
+                # The store refuses to lease a gradient whose parking is under way, so this waits until the gradient is
+                # parked.
                 at.plane.flush(parked)
             release = partial(lease_calls.release_granted, at)
             return Pending(lease_calls.acquire(at, wants), partial(finish, at), waited, release)
@@ -543,7 +566,7 @@ class RankStore:
         return self._repeated(ask)
 
     def refill(self, group: str, leased: LeasedBytes, former: LeasedBytes) -> None:
-        """Copy the gradient of a lease whose daemon was lost into a lease of the next daemon.
+        """Copy a gradient from `former`, a lease whose daemon was lost, into `leased`, a lease of the next daemon.
 
         Raises:
             DaemonRestartedError: the gradient was parked, and the journal has not kept its bytes.
@@ -582,7 +605,7 @@ class RankStore:
         Leases of a daemon that is gone are skipped, because they ended with it.
 
         Args:
-            leases: the leases to release. Those with `keep` have been copied there.
+            leases: the leases to release. The bytes of a lease with `keep` have been copied to that range.
             next_use: the position at which their bytes are needed next, as in `prefetch`; None: unknown.
         """
         leases = list(leases)
@@ -601,7 +624,7 @@ class RankStore:
         return RepeatedCall(self._attachments, release_own)
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
-        """Release write leases and publish their bytes as the version of their step."""
+        """Release write leases, and make their bytes the versions of the leases' step."""
         began = time.monotonic()
         publish(self._attachments.current, leases)
         self._recorder.moved(Link.TO_STORE, "", sum(leased.data.numel() for leased in leases), began)
@@ -623,7 +646,10 @@ class RankStore:
         self._recorder.moved(Link.TO_STORE, "", nbytes, began)
 
     def _hand_over(self, step: int, entry: HandOver, noted: HandOver) -> None:
-        """Hand `entry` to the store and note `noted` in the journal; if the daemon is lost, the next one gets that."""
+        """Hand `entry` to the store, and add `noted` to the journal.
+
+        If this daemon is lost, the next one is handed `noted` instead of `entry`.
+        """
         with self._attachments.changed:
             at = self._attachments.current
             self._attachments.journal.note(step, noted)
@@ -633,7 +659,10 @@ class RankStore:
             self._outlive(at, error, noted)
 
     def _outlive(self, at: Attachment, error: StoreError, entry: HandOver | None) -> None:
-        """Call `Attachments.outlive`; if that raises, the store has refused `entry`, which leaves the journal."""
+        """Wait for the attachment that replaces `at`, on which a call has failed with `error`.
+
+        If `Attachments.outlive` raises, the store has refused `entry`, so `entry` is removed from the journal.
+        """
         try:
             self._attachments.outlive(at, error)
         except StoreError:
@@ -661,7 +690,8 @@ class RankStore:
             at = self._attachments.current
             entry = self._attachments.journal.note_update(step, hyper_parameters, updates)
         own = [update for update in updates if at.owns(update.gradient)]
-        # The gradients of the other updates are in leases of a daemon that was lost before the journal noted them.
+        # The gradients of the other updates are in leases of a daemon that was lost before the journal noted these
+        # updates. So the copies in this process are handed over.
         others = [update for update in updates if not at.owns(update.gradient)]
         began = time.monotonic()
         try:
@@ -719,7 +749,8 @@ class RankStore:
         def waited(_: Any, began: float, ended: float) -> None:
             self._recorder.stalled(Cause.HAND_OVER, where, began, ended)
 
-        # Some leases may be of a daemon that was lost just now. To the current daemon their ids mean other leases.
+        # Some gradients may be in leases of a lost daemon. The current daemon may have given the same lease ids to
+        # other leases, so the updates are handed over only if all leases are the current daemon's.
         are_own = all(at.owns(update.gradient) for update in updates)
         sent = Pending(self._hand_overs.submit(send), lambda _: None, waited) if are_own else None
         return WithdrawableUpdate(self._attachments, at, sent)
@@ -734,7 +765,8 @@ class RankStore:
         try:
             at.call(at.stub.WithdrawUpdates, request)
         except StoreError as error:
-            # The next daemon has not got these updates, so nothing is left to withdraw.
+            # If the daemon is lost, the next daemon has not received these updates, so it has nothing to withdraw, and
+            # the call is not repeated.
             self._attachments.outlive(at, error)
 
     def commit(
@@ -749,8 +781,8 @@ class RankStore:
     ) -> Pending[None]:
         """Vote for the commit of `step`; the result is there when the step is committed.
 
-        The vote comes after the last copy of the step, and after a check that no lease was void until then. From now on
-        reads see the bytes as this step leaves them.
+        The vote comes after the last copy of the step, and after a check that no lease was void until then. From this
+        call on, reads see the bytes as this step leaves them.
 
         Args:
             step: the step to commit.
@@ -785,7 +817,10 @@ class RankStore:
         return self._later_commits.begin(step, hand_over_and_vote)
 
     def _hand_over_later(self, step: int, group: LaterValues, copy: Callable[[], AbstractContextManager[None]]) -> None:
-        """Hand over values on the thread of `_later_commits`. Their memory on the device is free when this returns."""
+        """Hand values of one flat group to the store, on the thread of `_later_commits`.
+
+        When this returns, the copies are done, so the caller may free the values' memory on the device.
+        """
         began = time.monotonic()
         entry = Put(step=step, values=group.values, copying=copy)
         self._hand_over(step, entry, Put(step=step, values=group.kept, copying=copy))
@@ -796,7 +831,8 @@ class RankStore:
         with self._attachments.changed:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
-        # The callback does not refer to this object, so that a commit under way does not keep a forgotten engine.
+        # The vote's callback does not refer to this RankStore, so that a commit under way does not keep an unused
+        # engine alive.
         vote.call.add_done_callback(partial(_note_commit, self._attachments, step))
         return PendingCommit(self._attachments, vote, self._recorder)
 
@@ -805,9 +841,10 @@ class RankStore:
         self._attachments.wait_until_acknowledged(step, check)
 
     def amend_step(self, step: int, client_state: bytes) -> None:
-        """Replace the client state of this rank in the newest committed step. The daemon needs AMENDED_STEPS.
+        """Replace the client state of this rank in the newest committed step.
 
-        It is as durable as the step when this returns.
+        The daemon must have the capability AMENDED_STEPS. When this returns, the new client state is as durable as the
+        step.
 
         Raises:
             StoreError: the store refuses the call, or cannot be reached.
@@ -819,7 +856,7 @@ class RankStore:
         """Tell the store that every rank of the job, on every node, has committed a step, so that readers may have it.
 
         A thread beside the training calls this. If the daemon is lost meanwhile, this rank tells the next one when it
-        attaches to that, and the training thread gets the error.
+        attaches to that daemon, and the training thread gets the error.
 
         Raises:
             StoreError: the store refuses the call.
@@ -835,9 +872,10 @@ class RankStore:
                 raise
 
     def record_settled(self, step: int) -> None:
-        """Have the store know a settled step also after a crash, at the end of a run, when no commit follows.
+        """Write to the store's catalog that a step is settled: at the end of a run, no later commit would record it.
 
-        It is in the catalog when this returns, in that of the next daemon if this one is lost meanwhile.
+        The entry is in the catalog when this returns. If the daemon is lost meanwhile, it is in that of the next
+        daemon.
 
         Raises:
             StoreError: the store refuses the call, or cannot be reached.
@@ -867,7 +905,7 @@ class RankStore:
 
 
 def _open_read(at: Attachment, lease: pb.Lease, memory: OfferedMemory | None) -> LeasedBytes:
-    """Return a read lease with its bytes, in host memory or in the memory of this rank's device."""
+    """Return a granted read lease with its bytes, which are in host memory or in `memory`, on this rank's device."""
     if memory is not None and lease.HasField("device"):
         found = memory.range(lease.device, lease.size_bytes)
         return LeasedBytes(
@@ -887,7 +925,7 @@ def _note_commit(attachments: Attachments, step: int, call: Any) -> None:
 
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
-    """Return the unit that a request is for; the name of a group is the unit's name and a range in brackets."""
+    """Return the name of the unit that a request for leases is for, from the name of its first shard group."""
     return ShardGroupName.unit_of(wants[0].slab.group) if wants else ""
 
 

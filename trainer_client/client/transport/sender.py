@@ -5,10 +5,10 @@ for this, the caller can copy leased bytes in that time. This module owns the th
 and their numbers. It must never wait for the end of a call.
 
 [Note: calls that were lost] If a connection breaks, the client does not know which of its calls the store has made. A
-store with the capability `repeated-calls` makes each number once (paramserver/contract/repeated_calls.py). So when the
-session is resumed, the thread begins the calls without an answer again, in their order, and only then those that it was
-given meanwhile. To their callers they only took longer. If the session has ended instead, they fail with the error that
-they had.
+store with the capability `repeated-calls` executes the call of each number only once
+(paramserver/contract/repeated_calls.py). So when the session is resumed, the thread begins the calls without an answer
+again, in their order, and only then the calls that it was given meanwhile. Callers notice only that their calls took
+longer. If the session has ended instead, the lost calls fail with the errors that gRPC gave them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from paramserver.contract.answered import is_answer
 from paramserver.contract.repeated_calls import MOST_ANSWERED, CallMark
 from trainer_client.client.transport.own_process import OwnProcess
 
-# The thread looks this often whether lost calls can be begun again.
+# The pause of the sender's thread between two looks at whether lost calls can be begun again.
 _LOOK_SECONDS = 0.02
-# The longest time between the failure of a call and the break of the session's stream, if both are for the same reason.
-# After it, the call is begun again on the stream that has not broken.
+# The longest time between the failure of a call and the break of the session's stream, if both have the same cause.
+# After this time, a lost call is begun again even if the session's stream has not broken.
 _SHOWS_SECONDS = 2.0
 
 
 class RepeatingSession(Protocol):
-    """The session whose calls are repeated; see session.py."""
+    """The attributes of a session (session.py) from which a Sender learns whether it can begin calls again."""
 
     @property
     def stream_number(self) -> int:
@@ -44,25 +44,25 @@ class RepeatingSession(Protocol):
 
     @property
     def is_attached(self) -> bool:
-        """Whether calls can be made."""
+        """Whether calls of the session can be made now: its stream is not broken, and the session has not ended."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no call can succeed any more."""
+        """Whether the session has ended, so that none of its calls can succeed any more."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _QueuedCall:
-    """A call.
+    """A call that the Sender was given, from `begin` until its answer arrives or it fails.
 
     Attributes:
-        number: its place in the order of all calls, which is also its number for the store.
-        has_session: whether it is a call of the session, so that the store makes its number once.
+        number: the call's place in the order of all calls, which is also its number for the store.
+        has_session: whether it is a call of the session, so that the store executes its number only once.
         response: the future that the caller has.
-        stream: the session's stream when it was begun last.
-        answered: the numbers of answers of which it tells the store.
-        failure: why it was lost; None: it is under way.
-        failed_at: when it was lost, in seconds of time.monotonic().
+        stream: the number of the session's stream at the time when the call was begun last.
+        answered: the numbers of earlier calls of which this call tells the store that their answers have arrived.
+        failure: the error with which the call was lost; None if it is queued or under way.
+        failed_at: the time at which the call was lost, in seconds of time.monotonic().
     """
 
     number: int
@@ -81,21 +81,22 @@ class Sender:
     """The thread that begins calls, in the order in which `begin` was called.
 
     Args:
-        session: the session whose lost calls are begun again; None: no call is.
+        session: the session whose lost calls are begun again; None: no call is begun again.
     """
 
     def __init__(self, session: RepeatingSession | None = None) -> None:
         self._session = session
         self._process = OwnProcess()
-        # A call behind the end of the queue would never begin, and its caller would wait for it without end. The lock
-        # is reentrant because a signal handler may close the session while its thread begins a call. No future gets its
-        # result under the lock, because the future's callbacks take other locks.
+        # The lock guards the queue and `_is_closed` together, because a call that is queued after the thread's end
+        # would never begin, and its caller would wait forever. The lock is reentrant because a signal handler may close
+        # the session while its thread begins a call. No future gets its result under the lock, because the future's
+        # callbacks take other locks.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[_QueuedCall] = deque()
         self._is_closed = False
         self._number = 0
-        # The calls that were begun and have no answer, by number; those among them that were lost; and the numbers of
-        # answers of which the store is to hear.
+        # The calls that were begun and have no answer, by number; those of them that were lost; and the numbers of the
+        # calls whose answers have arrived, which a later call reports to the store.
         self._begun: dict[int, _QueuedCall] = {}
         self._lost: dict[int, _QueuedCall] = {}
         self._answered: list[int] = []
@@ -106,8 +107,8 @@ class Sender:
         """Queue a call and return its future, which fails with grpc.RpcError, or FutureCancelledError after `close`.
 
         `has_session` is False for a request that names no session. Such a call must be idempotent, because the store
-        may make it more than once. It raises ForkedChildError in a forked child, because nothing would begin the call
-        there.
+        may make it more than once. In a forked child, this raises ForkedChildError, because no thread would begin the
+        call.
         """
         self._process.check()
         response: Future[Any] = Future()
@@ -144,8 +145,8 @@ class Sender:
     def _make_next(self) -> bool:
         """Wait for calls, and begin them or end them. Return False after `close`, if there are none.
 
-        The calls are variables of this method, so that the thread keeps none while it waits for the next one: their
-        callbacks may refer to an engine that the program has forgotten.
+        The calls are variables of this method, so that the thread keeps none while it waits for the next one. Their
+        callbacks may refer to an engine that the program no longer uses, which a kept call would keep alive.
         """
         ready, failed = self._next()
         for call in failed:
@@ -155,7 +156,10 @@ class Sender:
         return bool(ready or failed)
 
     def _next(self) -> tuple[Sequence[_QueuedCall], Sequence[_QueuedCall]]:
-        """Wait for calls that can be begun now, and for lost ones that never can. Return both; none after `close`."""
+        """Wait until there are calls to begin, or lost calls that can never be begun again, and return both lists.
+
+        After `close`, both are empty when no call is left.
+        """
         with self._changed:
             while True:
                 if self._lost:
@@ -181,7 +185,8 @@ class Sender:
         stream, now = self._session.stream_number, time.monotonic()
         if now - max(call.failed_at for call in self._lost.values()) > _SHOWS_SECONDS:
             return True
-        # All calls of a connection that broke are lost, but gRPC reports one after the other.
+        # gRPC reports the lost calls of a broken connection one after the other. So no lost call is begun again before
+        # all of them are reported, because they must be begun in their order.
         are_all_known = all(call.stream == stream or call.failure is not None for call in self._begun.values())
         return are_all_known and all(call.stream < stream for call in self._lost.values())
 
@@ -199,10 +204,12 @@ class Sender:
         try:
             begun = call.method.future(call.request, **options)
         except ValueError:
-            # grpc raises ValueError if the channel is closed.
+            # gRPC raises ValueError for a call on a closed channel, so the call's future gets the error of a closed
+            # sender.
             self._end(call, None, grpc.FutureCancelledError())
         except Exception as error:
-            # For example, no thread can be started.
+            # Beginning a call can also fail with other errors, for example if gRPC can start no thread. The call's
+            # future gets the error.
             self._end(call, None, error)
         else:
             begun.add_done_callback(partial(self._on_answer, call))
@@ -217,10 +224,13 @@ class Sender:
             self._end(call, result, None)
 
     def _is_lost(self, call: _QueuedCall, error: Exception) -> bool:
-        """Note a call whose connection broke before its answer came, and return True; return False for any other."""
+        """Return whether `error` means that the connection broke before the answer to `call` came.
+
+        If so, keep the call, to begin it again when the session is resumed.
+        """
         if not isinstance(error, grpc.RpcError) or self._session is None:
             return False
-        # Every RpcError that grpc raises or keeps in a future is also a grpc.Call.
+        # Every RpcError that grpc raises or keeps in a future is also a grpc.Call, which has the status code.
         assert isinstance(error, grpc.Call)
         if error.code() is not grpc.StatusCode.UNAVAILABLE or is_answer(error.trailing_metadata()):
             return False

@@ -1,8 +1,8 @@
 """The session with the daemon: one bidirectional stream whose heartbeats show that this process is alive.
 
 This module owns the stream and the thread that reads it. If the stream breaks, the thread resumes the session with a
-new stream. Only the daemon's answer decides whether the session goes on: a daemon that does not answer may be stopped
-and still have it. The training loop must never drive the stream, because heartbeats have to go on while a step
+new stream. Only the daemon's answer decides whether the session goes on: a daemon that does not answer may be suspended
+and still have the session. The training loop must never drive the stream, because heartbeats have to go on while a step
 computes. This module uses grpc's synchronous API, because a trainer may run an event loop of its own.
 """
 
@@ -38,35 +38,36 @@ from trainer_client.errors import (
 
 log = logging.getLogger(__name__)
 
-# The shortest and the longest pause between two attempts to resume the session; see backoff.py.
+# The limits of the first and of the longest pause between two attempts to resume the session; see backoff.py.
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
-# The client goes on trying for this long after the grace time, because the daemon may notice the break later than the
-# client, so that the daemon's grace time ends later. After that it tries over new channels, for which the files of the
-# credentials are read again, because a daemon that was restarted may ask for others.
+# The client tries to resume the session for this long after the grace time, because the daemon may notice the broken
+# stream later than the client, so that the daemon's grace time ends later. After that, the client tries over new
+# channels with newly read credentials files, because a restarted daemon may require other credentials.
 _SLACK_SECONDS = 1.0
-# Status codes of a stream that no daemon answered; a stream that is cancelled after a time-out is among them.
+# The status codes of a stream that the daemon has not answered, so the client tries another stream. CANCELLED is the
+# code of a stream that was cancelled after a time-out.
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
-# The events of which a client need not be warned.
+# The events in the daemon's notices that are logged at level INFO; other events are logged as warnings.
 _ORDINARY = (
     pb.SessionResponse.EVENT_TIER_RECOVERED,
     pb.SessionResponse.EVENT_BUDGET_RELIEVED,
     pb.SessionResponse.EVENT_RANK_CLOSED,
 )
 
-# A function that gets the text about another rank of this session's run that has gone, and whether it has closed its
-# session by itself.
+# A function that is called when another rank of this session's run has gone. Its arguments are the daemon's text about
+# that rank, and whether that rank has closed its session by itself.
 OnRankGone = Callable[[str, bool], None]
 
 
 class Session:
-    """A session, which the constructor opens.
+    """This process's session with a daemon, which the constructor opens and `close` ends.
 
     Attributes:
-        process: the process that has the session.
+        process: the process that has opened the session. A forked child of it must not use the session.
         left_at: the time at which the session was last left in state ATTACHED, in seconds of time.monotonic().
-        is_pressed: whether the daemon has said last that requests wait for room in host memory.
+        is_pressed: whether requests wait for room in host memory, by the daemon's last notice about that.
         stream_number: the number of the newest stream on which the daemon has welcomed the session.
 
     Args:
@@ -109,9 +110,11 @@ class Session:
         self._failure: StoreError | None = None
         self.left_at = 0.0
         self.is_pressed = False
-        # The texts about other ranks that have gone, which count once the daemon has sent a later message.
+        # The daemon's notices that other ranks have gone: the text, and whether the rank has closed its session. They
+        # are reported to `on_rank_gone` when the daemon's next message shows that the daemon has not ended this
+        # session, too.
         self._gone: list[tuple[str, bool]] = []
-        # The channel over which the session was resumed. None if it still has that of the caller.
+        # The new channel over which the session was resumed. None if the session still uses the channel of the caller.
         self._channel: grpc.Channel | None = None
         self._welcome = pb.SessionResponse.Welcome()
         self.stream_number = self._last_number = 0
@@ -122,7 +125,8 @@ class Session:
         with self._changed:
             welcomed = self._changed.wait_for(lambda: self._state is not SessionState.OPENING, timeout_seconds)
         if not welcomed:
-            # A session that the daemon has opened without an answer ends there after the grace time.
+            # If the daemon has opened the session, and its answer did not arrive, the session ends at the daemon after
+            # the grace time.
             self.break_off()
             raise StoreTimeoutError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -132,17 +136,17 @@ class Session:
 
     @property
     def state(self) -> SessionState:
-        """The present state."""
+        """The state that the session is in now."""
         return self._state
 
     @property
     def is_attached(self) -> bool:
-        """Whether calls can be made."""
+        """Whether calls of the session can be made now: its stream is not broken, and the session has not ended."""
         return self._state is SessionState.ATTACHED
 
     @property
     def is_over(self) -> bool:
-        """Whether no call can succeed any more."""
+        """Whether the session has ended, so that none of its calls can succeed any more."""
         return self._state.is_over
 
     @property
@@ -156,7 +160,10 @@ class Session:
         return self._failure
 
     def ended_by(self, epoch: str) -> SessionEndedError | None:
-        """Return the error with which the daemon of that epoch has ended this session; None if it has not."""
+        """Return the error with which the daemon that has the random name `epoch` has ended this session.
+
+        Return None if the session has not ended, or if that daemon has not ended it.
+        """
         has_ended = self._state is SessionState.ENDED and self._welcome.epoch == epoch
         return self._failure if has_ended and isinstance(self._failure, SessionEndedError) else None
 
@@ -169,7 +176,7 @@ class Session:
     def wait_until_attached(self, timeout_seconds: float | None = None) -> None:
         """Wait while the session's thread tries to resume a broken stream, so that the caller's next call can succeed.
 
-        Without `timeout_seconds` that lasts at most as long as the session's patience.
+        Without `timeout_seconds` the wait lasts at most as long as the session's patience.
 
         Raises:
             StoreTimeoutError: `timeout_seconds` are over, and the session may still be resumed.
@@ -198,7 +205,7 @@ class Session:
             return self._failure is not None
 
     def lose_patience(self) -> None:
-        """Wait no longer than for the daemon's grace time for a daemon that does not answer."""
+        """Wait for a daemon that does not answer only as long as its grace time, and not for `patience_seconds`."""
         with self._changed:
             self._patience_seconds = 0.0
             self._changed.notify_all()
@@ -235,7 +242,8 @@ class Session:
             if self._state is SessionState.CLOSED:
                 return
             log.exception("the session with the store cannot be kept")
-            # Callers would wait without end for this thread to resume the session.
+            # The session is marked as failed, because its callers would otherwise wait without end for this thread to
+            # resume the session.
             self._fail(
                 StoreUnavailableError(
                     grpc.StatusCode.UNKNOWN,
@@ -271,7 +279,8 @@ class Session:
         return None if self._state is SessionState.CLOSED else error
 
     def _on_response(self, response: pb.SessionResponse) -> None:
-        # This message shows that the daemon has not ended the session since it sent those texts.
+        # The daemon's message shows that the daemon still had this session when it sent the message, so the earlier
+        # notices in `_gone` can be reported.
         gone, self._gone = self._gone, []
         match response.WhichOneof("message"):
             case "welcome":
@@ -289,9 +298,9 @@ class Session:
         if event in (pb.SessionResponse.EVENT_BUDGET_PRESSURE, pb.SessionResponse.EVENT_BUDGET_RELIEVED):
             self.is_pressed = event == pb.SessionResponse.EVENT_BUDGET_PRESSURE
         if event in (pb.SessionResponse.EVENT_RANK_GONE, pb.SessionResponse.EVENT_RANK_CLOSED):
-            # If all processes of a run are stopped, the daemon ends one session after the other, and each of them reads
-            # this text when it goes on. It counts only for a session that the daemon still has, which the answer to
-            # the next heartbeat tells.
+            # If all processes of a run were suspended, the daemon ends one session after the other, and each process
+            # reads the notices about the other ranks when it goes on. A process reports the notices only if the daemon
+            # still has the process's own session, so it sends a heartbeat and waits for the answer.
             self._gone.append((text, event == pb.SessionResponse.EVENT_RANK_CLOSED))
             self._stream.send_heartbeat()
 
@@ -312,7 +321,8 @@ class Session:
             try:
                 stub = self._stub if silent_seconds <= grace_seconds else self._connect_again()
             except (ConfigError, StoreUnavailableError) as error:
-                # A file may be just about to be written.
+                # A credentials file may be only half written yet, so the error is only logged, and the attempt to
+                # resume the session is repeated.
                 log.debug("no channel to the daemon can be opened: %s", error)
                 continue
             self._last_number += 1
@@ -329,7 +339,8 @@ class Session:
                 self._stream.close()
                 if error.code in _NO_ANSWER:
                     continue
-                # The daemon's answer has its epoch if the daemon does not know the session.
+                # A daemon that does not know the session adds its epoch to its answer, the random name that it gave
+                # itself at its start. If the epoch is not that of the session, the daemon was restarted.
                 epoch = epoch_of(self._stream.call.trailing_metadata())
                 if epoch is None or epoch == self._welcome.epoch:
                     raise
@@ -339,7 +350,7 @@ class Session:
                 return
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before the next attempt to resume the session; return whether there is to be one."""
+        """Wait before the next attempt to resume the session; return False if this client has left the session."""
         patience = self._patience_seconds
         with self._changed:
             self._changed.wait_for(
@@ -348,7 +359,7 @@ class Session:
             return self._state is not SessionState.CLOSED
 
     def _connect_again(self) -> pb_grpc.ParameterStoreStub:
-        """Return the stub of another channel to the daemon, instead of the last such one.
+        """Open another channel to the daemon, close the last such one, and return the stub of the new channel.
 
         It can raise ConfigError and StoreUnavailableError.
         """
@@ -381,7 +392,7 @@ class _Stream:
     def __init__(self, stub: pb_grpc.ParameterStoreStub, hello: pb.SessionRequest.Hello) -> None:
         self.interval_seconds = 1.0
         self._is_closing = False
-        # It ends the wait for the next heartbeat.
+        # An event that ends the pause before the next heartbeat, so that the heartbeat is sent at once.
         self._wake = threading.Event()
         self.call: Any = stub.Session(self._requests(hello))
 
@@ -408,7 +419,7 @@ class _Stream:
         self._wake.set()
 
     def send_heartbeat(self) -> None:
-        """Send the next heartbeat now."""
+        """Send the next heartbeat at once, instead of after the interval between heartbeats."""
         self._wake.set()
 
     def cancel(self) -> None:

@@ -11,9 +11,9 @@
 | close        | CLOSED   | CLOSED   | CLOSED   | ENDED | LOST | CLOSED |
 
 An empty field is refused. The session's own thread makes all transitions but `close`, which any thread may make, so
-nothing changes a session that is closed. ENDED and LOST are two states because the daemon has other things after each:
-after ENDED, all that the client had not left half-way; after LOST, what the next daemon finds on its disks.
-docs/silence.md says after how long each follows.
+nothing changes a session that is closed. ENDED and LOST are two states because different data is left. After ENDED, the
+daemon still has all that the client had not left half-way. After LOST, the next daemon has what it finds on its disks.
+docs/silence.md says after how long a session gets into each state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paramserver.contract.transitions import Transitions
 
 
 class SessionState(enum.Enum):
-    """The states of a session."""
+    """The states of a session, as its client knows them; see [Note: the transitions]."""
 
     OPENING = enum.auto()
     """The daemon has not sent its Welcome yet."""
@@ -51,7 +51,7 @@ class SessionState(enum.Enum):
 
 
 class SessionVerb(enum.Enum):
-    """The transitions."""
+    """The events that lead a session from one state to another; see [Note: the transitions]."""
 
     ATTACH = enum.auto()
     DETACH = enum.auto()

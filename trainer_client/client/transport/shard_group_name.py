@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroupName:
-    """The name of one part of a unit, or of one part of a tensor, in the store.
+    """The name that a shard group has in the store: it names a part of a unit, or a part of a tensor.
 
         str(ShardGroupName(unit="blocks.0", start=0, stop=64, variant=":frozen")) == "blocks.0[0:64]:frozen"
         ShardGroupName.unit_of("blocks.0[0:64]:frozen") == "blocks.0"
@@ -28,5 +28,5 @@ class ShardGroupName:
 
     @staticmethod
     def unit_of(name: str) -> str:
-        """Return the unit of a name; "" for a name that has no range."""
+        """Return the name of the unit in the name of a shard group; "" if that name has no range in brackets."""
         return name.rpartition("[")[0]

@@ -25,8 +25,8 @@ from trainer_client.errors import DataLossError, StoreError
 READ_WINDOW_BYTES = 16 << 20
 _CREDIT_BYTES = READ_WINDOW_BYTES // 4
 
-# Status codes after which a transfer goes on: a broken connection, or a transfer that stalled and that the store or the
-# connection has therefore ended.
+# The status codes of a broken stream after which a transfer goes on over a new stream: the connection broke, or the
+# transfer stalled, so that the store or the connection has ended it.
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -38,11 +38,11 @@ class _Transfer(Protocol):
     def is_complete(self) -> bool: ...
 
     def attempt(self, timeout_seconds: float) -> None:
-        """Transfer the missing bytes with one call. It can raise grpc.RpcError."""
+        """Make one gRPC call that transfers the bytes that are still missing. It can raise grpc.RpcError."""
 
 
 class Streams:
-    """Reads and writes over one channel, for one session.
+    """The transfers of bytes between this process and the store, over one channel and for one session.
 
     Args:
         channel: the gRPC channel to the daemon.
@@ -53,7 +53,7 @@ class Streams:
     def __init__(self, channel: grpc.Channel, session_id: str, check_session: Callable[[], None]) -> None:
         self._session_id = session_id
         self._check_session = check_session
-        # Messages pass as raw bytes in both directions, because protobuf would copy each chunk.
+        # The messages of both directions pass through gRPC as raw bytes, because protobuf would copy each chunk.
         self._read: Any = channel.stream_stream(f"/{SERVICE_NAME}/Read")
         self._write: Any = channel.stream_stream(f"/{SERVICE_NAME}/Write")
 
@@ -99,7 +99,8 @@ class Streams:
                 if _code(error) not in _RESUMABLE or time.monotonic() + backoff.limit_seconds > deadline:
                     raise translate(error) from None
             except ValueError as error:
-                # grpc raises ValueError if the channel is closed, which happens when the session ends.
+                # gRPC raises ValueError for a call on a closed channel, which is closed when the session ends. So the
+                # ValueError means that the session has ended.
                 closed = error
             self._check_session()
             if closed is not None:
@@ -128,9 +129,9 @@ class _Reading:
         opened.session_id = self._session_id
         opened.first_byte = self.moved_bytes
         missing = len(self._target) - self.moved_bytes
-        # The first credit covers only half of the missing bytes. The second one, which follows the first chunk, shows
-        # the store that this client reads, and only then the store sends chunks of full size. The credit is at least 1,
-        # because a source without bytes is read for its header.
+        # The first credit covers only half of the missing bytes. The client grants the second credit after the first
+        # chunk, which shows the store that this client reads. Only after that, the store sends chunks of full size. The
+        # credit is at least 1, because a source without bytes is read for its header.
         outstanding = opened.credit_bytes = max(1, min(READ_WINDOW_BYTES, -(-missing // 2)))
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         requests.put(pb.ReadRequest(open=opened).SerializeToString())
@@ -146,8 +147,8 @@ class _Reading:
                 outstanding -= len(received.data)
                 missing = len(self._target) - self.moved_bytes
                 granted = min(READ_WINDOW_BYTES, missing) - outstanding
-                # Credits are granted rarely: after the first chunk, after each _CREDIT_BYTES, and at once for the rest
-                # as soon as that fits into the window.
+                # The client grants credit rarely, because each grant is a message: after the first chunk, after each
+                # _CREDIT_BYTES, and at once for all remaining bytes as soon as they fit into the window.
                 if granted and (not has_begun or granted >= _CREDIT_BYTES or missing <= READ_WINDOW_BYTES):
                     requests.put(pb.ReadRequest(credit=pb.Credit(bytes=granted)).SerializeToString())
                     outstanding += granted
@@ -194,7 +195,7 @@ class _WriteStream:
         self._lease_id = lease_id
         self._session_id = session_id
         self._source = source
-        # The byte of the lease to which the first byte of the source goes.
+        # The position in the lease to which the source's first byte is written.
         self._at = at
         self.moved_bytes = 0
 
@@ -221,7 +222,10 @@ class _WriteStream:
             )
 
     def _messages(self, first_byte: int, credits: queue.SimpleQueue[int | None]) -> Iterator[bytes]:
-        """Yield the header, then chunks as far as the store has granted credit; runs on a thread of gRPC."""
+        """Yield the messages of a Write stream: the header, then chunks, each once the store has granted its credit.
+
+        gRPC calls this on a thread of its own.
+        """
         size = len(self._source)
         header = pb.WriteHeader(
             session_id=self._session_id,
@@ -243,6 +247,6 @@ class _WriteStream:
 
 
 def _code(error: grpc.RpcError) -> grpc.StatusCode:
-    # Every RpcError that grpc raises is also a grpc.Call.
+    # Every RpcError that grpc raises is also a grpc.Call, which has the status code.
     assert isinstance(error, grpc.Call)
     return error.code() or grpc.StatusCode.UNKNOWN

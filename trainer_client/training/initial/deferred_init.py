@@ -1,19 +1,21 @@
-"""The building of a model without memory: the operations of its constructors are recorded, and run later per tensor.
+"""Models without memory: the operations of constructors are recorded, and run later for one tensor at a time.
 
 This module owns the recipes. It must never hold a tensor's values: while a `RecipeRecorder` is active, constructors
 make their tensors on the meta device, where a tensor has a shape and no bytes.
 
-[Note: recipes] A recipe is the list of operations that wrote a storage. Each operation has references to the recipes of
-the tensors that it read, and to how many operations those had at that time. A recipe belongs to a storage and not to a
-tensor, because views of a storage share what is written through any of them. It is an attribute of the meta storage, so
-it lives as long as a parameter, buffer or view that needs it, and no table is kept. To replay a recipe, all operations
-that it depends on are collected and run in the order of construction. If an operation overwrites a whole storage, the
-operations before it are not needed. So a default initialisation that the model's own one replaces is never computed.
+[Note: recipes] A recipe is the list of operations that wrote a storage. For each tensor that an operation read, the
+operation refers to the tensor's recipe, and to the number of operations that this recipe had at the time. A recipe
+belongs to a storage and not to a tensor, because views of a storage share what is written through any of them. It is an
+attribute of the meta storage, so it lives as long as a parameter, buffer or view that needs it, and no table is kept.
+To replay a recipe, all operations that it depends on are collected and run in the order of construction. If an
+operation overwrites a whole storage, the operations before it are not needed. So if a model overwrites the default
+initialisation of a layer by its own one, the default one is never computed.
 
-[Note: random numbers] Each random operation is replayed with a generator of its own, whose seed follows from the
+[Note: random numbers] Each random operation is replayed with a random seed of its own, which follows from the
 recorder's seed and the operation's number in the construction. A tensor's values therefore depend neither on the rank
-that replays it, nor on the order of replays, nor on the world size. They are always drawn on the CPU, whose generator
-is the same everywhere. A construction without a recorder has other values, because it draws all from one sequence.
+that replays it, nor on the order of replays, nor on the world size. Random numbers are always drawn on the CPU, whose
+generator gives the same numbers on every machine. A construction without a recorder gives other values, because all its
+operations draw from one sequence of random numbers.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ _META = torch.device("meta")
 
 _aten = torch.ops.aten
 
-# Operations that allocate memory and write nothing. They are not recorded; a storage without operations is replayed as
-# zeros.
+# Operations that allocate memory and write nothing. The recorder does not record them: the replay of a storage without
+# recorded operations makes zeros.
 _ALLOCATIONS = frozenset(
     (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided)
 )  # fmt: skip
-# Operations that give every element of `self` a new value that does not depend on the old one.
+# Operations that give every element of `self` a new value that does not depend on the old one. When one of them is
+# recorded for a whole storage, the operations before it are not needed to replay the storage.
 _OVERWRITES = frozenset(
     (
         _aten.zero_,
@@ -60,11 +63,14 @@ _OVERWRITES = frozenset(
         _aten.geometric_,
     )
 )
-# Operations that return values to Python, so that they cannot be deferred.
+# Operations that return a tensor's values to Python. They cannot be deferred, so the recorder computes the values at
+# once.
 _NEEDS_VALUE = frozenset((_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero))
-# Methods that return values to Python without passing torch's dispatcher.
+# Methods that return a tensor's values to Python without passing torch's dispatcher, where operations are recorded. So
+# the recorder catches these methods themselves.
 _CONVERSIONS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__))
-# Attributes for which a tensor with a recipe answers as if it were on the CPU already.
+# The values of attributes that a tensor with a recipe shows to the model's constructor as if the tensor were on the
+# CPU, although it is on the meta device.
 _POSES = {torch.Tensor.is_meta.__get__: False, torch.Tensor.device.__get__: _CPU}  # type: ignore[attr-defined]
 
 
@@ -74,7 +80,7 @@ class Recipe:
 
     Attributes:
         recorder: the recorder that made the recipe.
-        nbytes: size of the storage.
+        nbytes: size of the storage in bytes.
         writes: the operations that wrote the storage, in the order of construction.
     """
 
@@ -95,11 +101,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """An argument or a result of an operation that is on the meta device.
+    """A reference to a tensor with a recipe that a recorded operation reads, writes or makes.
 
     Attributes:
         recipe: the recipe of the tensor's storage.
-        steps: how many operations had written the storage at that time.
+        steps: how many operations had written the storage when the reference was made.
         dtype: the tensor's dtype.
         size: the tensor's shape.
         stride: the tensor's strides, in elements.
@@ -120,7 +126,9 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenRef:
-    """An argument that was made outside of the recorder. It must not change before the operation is replayed.
+    """A reference to an argument that has values, because it was made outside of the recorder.
+
+    The argument must not change before the operation is replayed.
 
     Attributes:
         tensor: the argument.
@@ -157,7 +165,7 @@ class Operation:
     overwrites: bool
 
     def refs(self) -> Iterator[TensorRef]:
-        """Yield the references to all recorded tensors that the operation uses or makes."""
+        """Yield the TensorRefs of all arguments that the operation uses, and of the results that it makes."""
         yield from (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorRef))
         yield from (ref for ref in self.outputs if ref is not None)
 
@@ -165,14 +173,14 @@ class Operation:
 class RecipeRecorder:
     """A context in which tensors are made on the meta device and get recipes.
 
-    Their attributes `device` and `is_meta` answer as if they were on the CPU, because some functions of torch.nn.init
-    skip tensors on the meta device. If an operation needs a value (`.item()`, `bool(tensor)`, a shape that depends on
-    data), the recipe is replayed at once and the memory is freed again. That only costs time, which is noticeable for
-    large tensors (trunc_normal_ looks at the values that it drew).
+    The attributes `device` and `is_meta` of such tensors have the values of a CPU tensor, because some functions of
+    torch.nn.init skip tensors on the meta device. If an operation needs a value (`.item()`, `bool(tensor)`, a shape
+    that depends on data), the recipe is replayed at once and the memory is freed again. That only costs time, which is
+    noticeable for large tensors (for example, trunc_normal_ reads the values that it has drawn).
 
     Attributes:
-        active: the recorder whose context is open; None: there is none, or it is suspended. A second recorder cannot be
-            entered within it.
+        active: the recorder whose context is open; None: there is none, or it is suspended. While one is active, no
+            second recorder can be entered.
 
     Args:
         seed: the seed of all random numbers.
@@ -201,7 +209,7 @@ class RecipeRecorder:
     @staticmethod
     @contextmanager
     def suspended() -> Iterator[None]:
-        """Make tensors with values within this context, although a recorder's context is open around it."""
+        """Record nothing within this context, so that tensors get values, also if a recorder's context is open."""
         active, RecipeRecorder.active = RecipeRecorder.active, None
         try:
             yield
@@ -219,7 +227,7 @@ class RecipeRecorder:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a constructor has used random values of this seed, so that the seed cannot be changed any more."""
+        """Whether random values of this seed were used already, so that the seed cannot be changed any more."""
         return self._is_fixed
 
     def reseed(self, seed: int) -> None:
@@ -234,12 +242,14 @@ class RecipeRecorder:
         """Run an operation of the construction on the meta device, record it, and return its result."""
         arguments = _tensors((args, kwargs))
         if arguments and not any(recipe_of(tensor) for tensor in arguments):
-            # The operation uses only tensors with values, such as torch.tensor and torch.from_numpy make.
+            # An operation that uses only tensors with values, such as torch.tensor and torch.from_numpy make, is run on
+            # them, and not recorded.
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if func.overloadpacket in _NEEDS_VALUE or any(recipe_of(tensor) is None for tensor in written):
             return self.evaluate(func, args, kwargs)
-        # The references are made before the operation runs, because it may write to its arguments.
+        # The references to the arguments, from which the operation is replayed, are made before the operation runs: a
+        # reference has the number of writes to its recipe, and the operation may write to an argument.
         refs = tree_map(lambda leaf: self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
         try:
             result = _run_on_meta(func, args, kwargs)
@@ -262,7 +272,7 @@ class RecipeRecorder:
         made = [None if t.untyped_storage()._cdata in known else self._new_ref(t) for t in _tensors(result)]
         new = [ref for ref in made if ref is not None]
         if func.overloadpacket in _ALLOCATIONS or not (written or new):
-            # The operation has only allocated memory or made a view, so there is nothing to record.
+            # An operation that has only allocated memory or made a view has written nothing, so it is not recorded.
             return
         args, kwargs = refs
         overwrites = func.overloadpacket in _OVERWRITES and _is_whole(written[0])
@@ -304,7 +314,7 @@ class RecipeRecorder:
 
 
 class _Recording(TorchDispatchMode):
-    """The torch mode that passes every operation to the recorder, below autograd."""
+    """The torch dispatch mode that passes every operation of a constructor to `RecipeRecorder.dispatch`."""
 
     def __init__(self, recorder: RecipeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -318,7 +328,10 @@ class _Recording(TorchDispatchMode):
 
 
 class _Posing(TorchFunctionMode):
-    """The torch mode that lets tensors with a recipe look like CPU tensors, and gives their values to Python."""
+    """The torch function mode in which a tensor with a recipe looks like a CPU tensor to constructors.
+
+    If Python code needs a value of the tensor, as `tensor.item()` does, the mode replays the tensor's recipe.
+    """
 
     def __init__(self, recorder: RecipeRecorder) -> None:
         super().__init__()
@@ -342,11 +355,12 @@ def recipe_of(tensor: torch.Tensor) -> Recipe | None:
 
 
 def replay_buffers(modules: Iterable[nn.Module]) -> None:
-    """Give the buffers of some modules, not of their children, their values, where these have recipes.
+    """Replace the modules' own buffers that have recipes by tensors with their values. Children are not changed.
 
     Modules that share a buffer share its values, too.
     """
-    # The buffers are kept beside their values, so that no other tensor gets the id of one of them.
+    # For each buffer with a recipe, by its id: the buffer and its replayed values. The buffer is kept, because a new
+    # tensor could get the id of a buffer that was freed, and would then be taken for it.
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -360,7 +374,7 @@ def replay_buffers(modules: Iterable[nn.Module]) -> None:
 def replay(tensor: torch.Tensor) -> torch.Tensor:
     """Compute the values of a tensor with a recipe, and return them in a new CPU tensor.
 
-    It has the tensor's shape, strides and dtype. Elements that the recipe does not initialise are zero.
+    The new tensor has the shape, strides and dtype of `tensor`. Elements that the recipe does not initialise are zero.
     """
     ref = _ref_to(tensor)
     storages: dict[int, torch.UntypedStorage] = {}
@@ -384,8 +398,8 @@ def replay(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(tensor: torch.Tensor) -> int:
     """Return a digest (63 bits) of a tensor's recipe, so that ranks can compare how they made the tensor.
 
-    Equal recipes have equal numbers, whatever the recorder's seed is. The number does not depend on the values of
-    tensors that were made outside of the recorder.
+    Equal recipes have equal digests, also if the seeds of their recorders differ. The digest does not depend on the
+    values of tensors that were made outside of the recorder.
     """
 
     def shown(leaf: Any) -> str:
@@ -443,7 +457,7 @@ def _storage_of(ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> to
 
 
 def _slice(refs: Iterable[TensorRef]) -> list[Operation]:
-    """Return the operations that `refs` depend on, in the order of construction."""
+    """Return all operations whose results the tensors of `refs` depend on, in the order of construction."""
     operations: dict[int, Operation] = {}
     seen: set[tuple[int, int]] = set()
     waiting = list(refs)
@@ -487,7 +501,7 @@ def _run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes to."""
+    """Return those of the arguments `args` and `kwargs` that the operator `func` writes to."""
     written: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -504,8 +518,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _fails_for_meta_only(error: Exception) -> bool:
-    """Return whether an operation failed only because its arguments have no values, and may succeed with them.
+    """Return whether an operation failed only because its arguments have no values, so that it may succeed with values.
 
-    Either torch has no meta kernel for it, or the shape of its result depends on values.
+    In that case, torch has no meta kernel for the operation, or the shape of its result depends on values.
     """
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

@@ -1,7 +1,7 @@
-"""Values of parameters before `initialize`, so that a model built under `zero.Init` can be read and changed then.
+"""Values of parameters before `initialize`, so that a script can read and change a model built under `zero.Init`.
 
-This module owns the memory of such parameters: for the time of a context, or until `initialize` if they were changed.
-It must never give memory to parameters that the caller has not named.
+This module owns the memory of parameters with such early values: within a context, or until `initialize` if a rank may
+change the values. It must never give memory to parameters that the caller has not named.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trainer_client.training.ranks.host_group import host_group
 def early_values(tensors: Iterable[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
     """Give parameters with a recipe memory and their initial values within the context. All ranks must call this.
 
-    Operations within the context are not recorded, also within an open recorder, because possibly only one rank makes
-    them.
+    Operations within the context are not recorded, even if the recorder of `zero.Init` is open, because a script may
+    make them on one rank alone.
 
     Args:
         tensors: any tensors; those without a recipe are not changed.
-        modifier_rank: the rank whose changes become those of all ranks. The parameters then keep their memory until
-            `initialize` has moved their values to the store. None: the parameters are at the end as they were before.
-            They are also after an error.
+        modifier_rank: the rank whose values all ranks get at the end of the context. The parameters then keep their
+            memory until `initialize` has moved their values to the store. None: at the end, the parameters are on the
+            meta device again, with their recipes. So they are after an error.
     """
     parameters = [tensor for tensor in tensors if recipe_of(tensor)]
     with RecipeRecorder.suspended(), ExitStack() as undone:
@@ -38,7 +38,8 @@ def early_values(tensors: Iterable[torch.Tensor], modifier_rank: int | None) -> 
             other = nn.Parameter(replay(parameter), requires_grad=parameter.requires_grad)
             vars(other).update(vars(parameter))
             show_status(other, ZeroParamStatus.AVAILABLE)
-            # The tensors are swapped, because torch does not allow to assign `.data` from another device.
+            # The parameter on the meta device is swapped with one that has values, because torch does not allow to
+            # assign `.data` from another device.
             torch.utils.swap_tensors(parameter, other)
             undone.callback(torch.utils.swap_tensors, parameter, other)
         yield
@@ -48,7 +49,7 @@ def early_values(tensors: Iterable[torch.Tensor], modifier_rank: int | None) -> 
 
 
 def _agree_on_seeds(parameters: Iterable[torch.Tensor]) -> None:
-    """Give all ranks the seeds of rank 0's recorders now, as `initialize` does for seeds that are still open."""
+    """Give all ranks the seeds of rank 0's recorders, and fix them, so that `initialize` does not change them."""
     recipes = [recipe for parameter in parameters if (recipe := recipe_of(parameter))]
     for recorder in {id(recipe.recorder): recipe.recorder for recipe in recipes}.values():
         if not recorder.is_fixed:

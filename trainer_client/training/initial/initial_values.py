@@ -1,8 +1,9 @@
 """The initial values of a new job, from one of four sources: the model's memory, a recipe, the modules, or files.
 
 This module owns each parameter's source. It must never hold more values than this rank's partition of one flat group
-and one whole parameter. Frees the model's own memory group by group, as soon as the group's partition is in the store.
-(The journal keeps partitions from that memory until they are committed, if they are small enough.)
+and one whole parameter. It frees the model's own memory group by group, as soon as the group's partition is in the
+store. (The journal keeps partitions that this rank cannot make again, until they are committed, if they are small
+enough.)
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from trainer_client.training.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
-# The most parameters that a warning names.
+# The warning about parameters whose recipes differ between ranks names at most so many parameters.
 _SHOWN = 3
 
 
 class Origin(enum.IntEnum):
-    """How a parameter was built in a rank's model."""
+    """How the script has built a parameter on one rank, which decides where the initial values come from."""
 
     GIVEN = 0
     """The parameter has values."""
@@ -48,11 +49,11 @@ class Origin(enum.IntEnum):
 
 
 class InitialSource(Protocol):
-    """The source of one parameter's initial values.
+    """The interface of a source of one parameter's initial values: its own memory, a recipe, a module or a file.
 
     Attributes:
-        is_lasting: whether this rank can fill again by itself after the model's own memory was freed.
-        fills_ranges: whether the source needs no memory for values outside of the range that it fills.
+        is_lasting: whether this rank can call `fill` again by itself after the model's own memory was freed.
+        fills_ranges: whether `fill` can make the values of a range without making all values of the parameter.
     """
 
     is_lasting: bool
@@ -66,20 +67,21 @@ class InitialSource(Protocol):
 
 
 class InitialValues:
-    """The initial values of a model, and the source of each parameter.
+    """The initial values of a model: finds the source of each parameter, and stages the values as step 0.
 
     Args:
-        model: the model. When the constructor returns, its buffers have values, and none of its parameters is on the
-            meta device any more: a parameter that was there is NaN, without memory.
-        parameters: the model's parameters, in its order.
+        model: the model. When the constructor returns, its buffers have values. A parameter that was on the meta device
+            is now on the CPU, and is NaN, without memory for its elements.
+        parameters: the model's parameters, in the model's order.
         collectives: the collectives of this rank.
         param_init_fn: see ModuleInit.
-        weights: values from files, which replace the values of all other sources.
+        weights: values from files. They have precedence over all other sources.
         strict_weights: see Weights.match.
         are_rounded: whether master weights begin with values that are rounded to the dtype of the forward.
 
     Raises:
-        ConfigError: the ranks built the model differently, it does not fit the files, or a tensor has no source.
+        ConfigError: the ranks built the model differently, the model does not fit the files, or no function sets the
+            values of a buffer on the meta device.
     """
 
     def __init__(
@@ -113,7 +115,8 @@ class InitialValues:
         self._module_init = ModuleInit(model, param_init_fn, int(collectives.gather_rows(seed)[0]))
         self._fill_buffers(found)
         self._sources = [self._source(p, found, recorded.get(p.index)) for p in parameters]
-        # The parameter whose tiles are being staged, by its index, with its values if a source makes them as a whole.
+        # The tiled parameter that is being staged tile by tile, if its source can make its values only as a whole: its
+        # index and all its values, which are kept for the next tile. None if no such parameter is being staged.
         self._staged: tuple[int, torch.Tensor] | None = None
 
     def stage(self, states: Sequence[GroupStates]) -> None:
@@ -125,7 +128,9 @@ class InitialValues:
             for state in states:
                 group = state.group
                 values = partial(self._values, group)
-                # Values of rank 0's memory are kept until they are committed, because that memory is freed here.
+                # The journal keeps what this rank may have to hand over again after a restart of the daemon. If all
+                # sources of a group's values are lasting, the journal keeps a call that makes the values again.
+                # Otherwise it keeps the values, because `take_over` frees the model's memory, from which they come.
                 is_lasting = all(self._sources[parameter.index].is_lasting for parameter in group.parameters)
                 state.hand_over(values(), step=0, again=partial(self._values_again, group) if is_lasting else None)
                 state.refill()
@@ -137,7 +142,10 @@ class InitialValues:
         return dict.fromkeys(group.weight_kinds, self.partition(group))
 
     def _values_again(self, group: FlatGroup) -> Mapping[Kind, torch.Tensor]:
-        """Return what `_values` returns, and keep nothing."""
+        """Return what `_values` returns, for a store that needs the values of a group once more.
+
+        The whole values of a tiled parameter, which `_values` keeps for its further tiles, are freed.
+        """
         try:
             return self._values(group)
         finally:
@@ -145,9 +153,9 @@ class InitialValues:
 
     @torch.no_grad()
     def partition(self, group: FlatGroup) -> torch.Tensor:
-        """Return this rank's partition of a group, padded with zeros, fp32 [partition_numel] on the CPU.
+        """Return this rank's partition of a flat group, padded with zeros, fp32 [partition_numel] on the CPU.
 
-        The values are rounded to the group's dtype if `are_rounded` says so. All ranks must call this.
+        If `are_rounded` is set, the values are rounded to the group's dtype. All ranks must call this.
         """
         partition = torch.zeros(group.slot_table.partition_numel, dtype=torch.float32)
         shards = {shard.slot: shard for shard in group.shards}
@@ -162,9 +170,9 @@ class InitialValues:
         return partition.to(group.dtype).float() if self._are_rounded else partition
 
     def _whole_of_tile(self, tile: ModelParameter) -> torch.Tensor:
-        """Return all values of a tile's parameter, which are made once for all of its tiles. All ranks must call this.
+        """Return all values of the parameter that `tile` is a part of. All ranks must call this.
 
-        They are kept until the last tile is staged.
+        The values are made once, and kept until the parameter's last tile is staged.
         """
         if self._staged is None or self._staged[0] != tile.index:
             self._staged = None
@@ -181,7 +189,10 @@ class InitialValues:
         return values
 
     def _agree_on_origins(self, parameters: Sequence[ModelParameter]) -> list[Origin]:
-        """Return rank 0's origin of each parameter. Other ranks need no values for those that rank 0 has.
+        """Return the origin that each parameter has on rank 0. All ranks must call this.
+
+        If rank 0 has values of a parameter, its origin on the other ranks does not matter, because they get rank 0's
+        values.
 
         Raises:
             ConfigError: a parameter has no values on rank 0, and another origin on another rank.
@@ -229,7 +240,8 @@ class InitialValues:
     ) -> frozenset[int]:
         """Return the indexes of the parameters whose recipes differ between the ranks. All ranks must call this.
 
-        A constructor may have initialised them on rank 0 alone, or have used further random numbers before.
+        Recipes differ, for example, if a constructor initialises a parameter on rank 0 alone, or has drawn more random
+        numbers on one rank before.
         """
         if self._collectives.world_size == 1 or not recorded:
             return frozenset()
@@ -249,7 +261,8 @@ class InitialValues:
     @torch.no_grad()
     def _fill_buffers(self, found: Found) -> None:
         """Give values to all buffers on the meta device, and to tensors with a recipe that are plain attributes."""
-        # A model that was built in a context of zero.Init that is still open has buffers with recipes.
+        # While the context of zero.Init in which the model was built is open, the model's buffers are on the meta
+        # device, with recorded operations in place of values. So these operations are replayed first.
         replay_buffers(self._model.modules())
         known: dict[int, torch.Tensor] = {}
         from_files = {id(self._model.get_buffer(name)) for name in found.buffers}
@@ -365,7 +378,8 @@ class _FromFile:
         self._dtype = dtype
 
     def fill(self, target: torch.Tensor, offset: int) -> None:
-        # Values are rounded to the parameter's own dtype first, as load_state_dict does.
+        # Values from a file are rounded to the parameter's own dtype before they are converted to the dtype of
+        # `target`, so that they are those that load_state_dict would load.
         self._stored.read_into(target, offset, self._dtype)
 
 
@@ -376,10 +390,11 @@ def _origin(tensor: torch.Tensor) -> Origin:
 
 
 def _materialize_as_nan(parameter: nn.Parameter) -> None:
-    """Turn a parameter on the meta device into one of its shape whose elements are NaN; it stays the same object."""
+    """Move a parameter from the meta device to the CPU, with NaN for all elements. The object stays the same."""
     nan = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
     other = nn.Parameter(nan, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
     show_status(other, ZeroParamStatus.AVAILABLE)
-    # The tensors are swapped, because torch does not allow to assign `.data` from another device to a meta tensor.
+    # The parameter on the meta device is swapped with one that has memory, because torch does not allow to assign
+    # `.data` from another device to a meta tensor.
     torch.utils.swap_tensors(parameter, other)

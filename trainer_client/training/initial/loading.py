@@ -1,8 +1,8 @@
-"""The reader of safetensors files by element ranges, so that each rank reads only the bytes of its own partitions.
+"""A reader of element ranges of safetensors files, so that each rank reads only the bytes of its own partitions.
 
-The format (https://github.com/huggingface/safetensors#format) is eight bytes with the length of the header, the header
-as JSON, and the tensors' bytes. This module must never read a tensor that the caller has not asked for, nor hold more
-than one piece of a tensor.
+A file of the format (https://github.com/huggingface/safetensors#format) has eight bytes with the length of the header,
+the header as JSON, and the tensors' bytes. This module must never read a tensor that the caller has not asked for, nor
+hold more than one piece of a tensor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from trainer_client.errors import ConfigError
 _INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
 
-# The most bytes that are read at once.
+# A tensor is read from a file in pieces of at most so many bytes, so that a large tensor needs little memory beside its
+# own.
 _PIECE_BYTES = 16 << 20
-# The most bytes of a header. The reference implementation has the same limit.
+# The most bytes of the JSON header of a safetensors file; a longer header is refused. The reference implementation has
+# the same limit.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 256 << 20
-# The most values of a header, or of an index. A tensor has 10 of them in a header, with five dimensions, and 1 in an
-# index; models of 92,000 tensors are known.
+# The most JSON values in a file's header or in the index of several files; more are refused. A tensor of five
+# dimensions takes 10 values in a header, and a tensor takes 1 value in an index. Models of 92,000 tensors are known.
 MOST_VALUES = 1 << 22
 
 _DTYPES = {
@@ -110,7 +112,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The tensors in files that a model takes its values from.
+    """The tensors in files from which a model takes its initial values.
 
     Attributes:
         parameters: the tensors of parameters, by the key that the caller has given to each parameter.
@@ -122,11 +124,11 @@ class Found:
 
 
 class Weights:
-    """The tensors of a safetensors file or of a directory of such files.
+    """The tensors of a safetensors file or of a directory of such files; `match` finds those of a model.
 
     Args:
-        path: a file, or a directory that has model.safetensors, or model.safetensors.index.json and the files that it
-            names.
+        path: a file; or a directory with model.safetensors; or a directory with model.safetensors.index.json and the
+            files that this index names.
 
     Raises:
         ConfigError: a file does not exist or is not a safetensors file.
@@ -141,7 +143,8 @@ class Weights:
             header = _read_header(file)
             if names is not None and (absent := [name for name in names if name not in header]):
                 raise ConfigError(f"weights {file} has no tensor {absent[0]!r}, which the index beside it says it has")
-            # Another file may have a tensor, too, as a file of a former export does. The index says which one counts.
+            # Several files may have a tensor of the same name, for example if a file of an earlier export is left in
+            # the directory. The tensor of the file that the index names for it is taken, and the others are ignored.
             self.tensors |= {name: tensor for name, tensor in header.items() if listed.get(name, file) == file}
 
     def match(
@@ -151,8 +154,8 @@ class Weights:
 
         Args:
             wanted: the tensors of the model's state with their names. A tied parameter has several names, and the files
-                need only one of them; if they have several, the last one is used.
-            keys: the key of each parameter, by the id of its tensor; the other tensors are buffers.
+                need only one of them; if the files have several, the last one is used.
+            keys: the key of each parameter, by the id of its tensor. Tensors of `wanted` without a key are buffers.
             strict: whether a missing or an unexpected tensor is an error. A shape that does not fit is always an error.
 
         Raises:
@@ -183,7 +186,10 @@ class Weights:
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files, each with the names that the index lists for it; with None if there is no index."""
+    """Return the safetensors files at `path`, each with the names of the tensors that the index lists for it.
+
+    If there is no index, the file has None in place of the names.
+    """
     try:
         return _listed_files(path)
     except OSError as error:
@@ -234,7 +240,7 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _check_order(path: Path, tensors: Mapping[str, FileTensor], first_byte: int, file_bytes: int) -> None:
-    """Check that the tensors lie one after another up to the file's end, as the format asks.
+    """Check that the tensors' bytes follow one after another up to the file's end, as the format requires.
 
     It can raise ConfigError.
     """
@@ -260,7 +266,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int, end: int)
             raise ValueError("offsets that are no integers")
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise ConfigError(f"weights {path}: the entry of tensor {name!r} is not understood: {entry}") from None
-    # The product of torch's own integers may overflow, and could then fit.
+    # The number of elements is computed by `math.prod` with Python's integers. `shape.numel()` could overflow, and give
+    # a number that fits the offsets by accident.
     if not 0 <= first <= last <= end - data or last - first != math.prod(shape) * dtype.itemsize:
         raise ConfigError(f"weights {path}: tensor {name!r} has offsets {first}:{last} that do not fit it or the file")
     return FileTensor(path=path, name=name, dtype=dtype, shape=shape, first_byte=data + first)

@@ -1,17 +1,17 @@
 """Initial values of a model that was built on torch.device("meta"), made by the model's own functions.
 
-Such a model has no recipes, so its initialisation is run again for one module at a time. This module must never give
-memory to more than one module's own tensors, nor use a value that no function has set.
+Such a model has no recipes, so the functions that initialise it run again, for one module at a time. This module must
+never give memory to more than one module's own tensors, nor use a value that no function has set.
 
-[Note: which functions] Those that a plain construction runs: first `module.reset_parameters()`, which torch's layers
-have, then `_init_weights(module)` of the enclosing transformers model, which knows its layers and their buffers. If
-given, `param_init_fn(module)` (as in FSDP) replaces both. The random seed follows from the module's FQN, so the values
-are the same on every rank, whatever else is initialised there.
+[Note: which functions] The functions are those that a plain construction runs: first `module.reset_parameters()`, which
+torch's layers have, then `_init_weights(module)` of the enclosing transformers model, which initialises layers and
+buffers. If `param_init_fn` is given (as in FSDP), `param_init_fn(module)` replaces both. The random seed follows from
+the module's FQN, so the values are the same on every rank, even if the ranks initialise different modules.
 
-[Note: markers] A tensor has a marker in each element before the functions run, and an element that still has it
-afterwards was not set. NaN is the marker of floating-point tensors. Functions may set integers and booleans to any
-value, so if a marker is left, they run once more over another one: an element was not set if it has the first marker
-after the first run and the second marker after the second run.
+[Note: markers] Before the functions run, each element of a tensor is set to a marker. An element that still has the
+marker afterwards was not set. NaN is the marker of floating-point tensors. Functions may set integers and booleans to
+any value, the marker included. So if an element still has the marker, the functions run once more over another marker:
+an element was not set if it has the first marker after the first run and the second marker after the second run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ ParamInitFn: TypeAlias = Callable[[nn.Module], None]
 
 
 class ModuleInit:
-    """The initialisation of single modules of a model.
+    """Makes the initial values of a model on the meta device, for one of its modules at a time.
 
     Args:
-        model: the model. Its parameters may get into the store later, because their values are not used.
-        param_init_fn: initialises the parameters and buffers that a module itself has, in place; None: the model's own
-            functions do.
+        model: the model. The values of its parameters are not used, so they may be moved to the store before a module
+            is initialised.
+        param_init_fn: initialises in place the parameters and buffers that a module itself has; None: the model's own
+            functions initialise them.
         seed: the seed of all random numbers, the same on every rank.
     """
 
@@ -43,17 +44,18 @@ class ModuleInit:
         self._model = model
         self._param_init_fn = param_init_fn
         self._seed = seed
-        # The dtypes in which the parameters were built, because a parameter that is in the store has another one.
+        # The dtypes in which the parameters were built, by the ids of the parameters. They are kept, because the engine
+        # gives a parameter its compute dtype later, and initial values are made in the dtype in which it was built.
         self._dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
 
     @torch.no_grad()
     def tensors_of(self, fqn: str) -> Mapping[str, torch.Tensor]:
         """Return the initial values of a module's own parameters and buffers, by their names in the module.
 
-        They are on the CPU.
+        The values are on the CPU.
 
         Raises:
-            ConfigError: no function sets some of them.
+            ConfigError: no function sets some of the parameters or buffers.
         """
         module = self._model.get_submodule(fqn)
         fresh, marked = self._run_over(fqn, module, again=False)
@@ -73,10 +75,11 @@ class ModuleInit:
         return fresh
 
     def _run_over(self, fqn: str, module: nn.Module, *, again: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Run the module's functions over markers, the second ones if `again`; see [Note: markers].
+        """Run the module's functions over the first markers, or the second ones if `again`; see [Note: markers].
 
         Returns:
-            The module's own parameters and buffers then, by name, and the names of those that had markers.
+            The module's own parameters and buffers after the run, by name, and the names of those that had markers
+            before the run.
         """
         parameters = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         buffers = {name: tensor for name, tensor in module._buffers.items() if tensor is not None}
@@ -84,14 +87,16 @@ class ModuleInit:
         state = torch.default_generator.get_state()
         try:
             for name, parameter in parameters.items():
-                # A fresh parameter takes its place, because the parameter itself may already be in the store.
+                # The functions that initialise the module get a fresh parameter to fill, because the module's own
+                # parameter may have no memory any more.
                 unset = _unset(parameter, self._dtypes[id(parameter)], again=again)
                 module._parameters[name] = nn.Parameter(unset, requires_grad=parameter.requires_grad)
             for name, buffer in buffers.items():
                 module._buffers[name] = _unset(buffer, buffer.dtype, again=again) if buffer.is_meta else buffer.clone()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             self._run(fqn, module)
-            # The attributes are read again, because a function may have assigned other tensors.
+            # The values are read from the module's attributes again, because the initialising function may have
+            # assigned other tensors to them.
             fresh = {name: getattr(module, name).detach() for name in (*parameters, *buffers)}
         except RuntimeError as error:
             error.add_note(f"while {self._described(fqn, module)} was initialised")
@@ -114,7 +119,7 @@ class ModuleInit:
             initialise(module)
 
     def _enclosing_init_weights(self, fqn: str) -> Callable[[nn.Module], None] | None:
-        """Return `_init_weights` of the innermost module that has it, among the module `fqn` and those around it."""
+        """Return `_init_weights` of the module `fqn`, or of the innermost module around it that has this method."""
         found = None
         module = self._model
         for name in ("", *fqn.split(".")):
@@ -128,12 +133,12 @@ class ModuleInit:
 
 
 def _unset(tensor: torch.Tensor, dtype: torch.dtype, *, again: bool) -> torch.Tensor:
-    """Return a CPU tensor of the same shape with a marker in each element."""
+    """Return a CPU tensor with the shape of `tensor`, each element the first marker, or the second one if `again`."""
     return torch.full(tensor.shape, _marker(dtype, again=again), dtype=dtype)
 
 
 def _has_marker(tensor: torch.Tensor, *, again: bool) -> torch.Tensor:
-    """Return which elements have the marker, as a boolean tensor."""
+    """Return a boolean tensor, True where an element has the first marker, or the second one if `again`."""
     if tensor.dtype.is_floating_point or tensor.is_complex():
         return tensor.isnan()
     return tensor == _marker(tensor.dtype, again=again)

@@ -1,13 +1,14 @@
 """The attributes by which scripts for DeepSpeed find out whether a parameter has to be gathered before it is copied.
 
-This module owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, of which only the shape and the
-dtype mean something, `ds_persist`, which is always False, because no parameter stays whole for its size alone, and
-`ds_active_sub_modules`, which is for callers that clear it. Nothing of this library reads them.
-It also owns the methods with which a module moves parameters that were built under `zero.Init` and have no values.
+This module owns the names of these attributes: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, `ds_persist`
+and `ds_active_sub_modules`. `ds_tensor` has no values, only a shape and a dtype. `ds_persist` is always False, because
+no parameter stays whole for its small size. `ds_active_sub_modules` exists because some callers clear it. This library
+does not read these attributes. The module also owns the methods with which `module.to` and `module.cuda` move
+parameters that were built under `zero.Init` and have no values.
 
 [Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
-of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs
-nothing more. A parameter that was built under `zero.Init` keeps its class, so its own attribute changes.
+of the same name that the parameter object has. So the status changes with the parameter's class, and a gather has no
+attribute to set. A parameter that was built under `zero.Init` keeps its class, so its own attribute is set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch import nn
 
 
 class ZeroParamStatus(enum.Enum):
-    """DeepSpeed's states of a parameter. INFLIGHT never occurs here."""
+    """The values of a parameter's attribute `ds_status`, as DeepSpeed defines them.
+
+    Scripts compare the attribute with these values. No parameter of this library is INFLIGHT.
+    """
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -29,26 +33,30 @@ class ZeroParamStatus(enum.Enum):
 
 
 class UnavailableParameter(nn.Parameter):
-    """The base of the class of released parameters."""
+    """The base class of `ReleasedParameter`, which makes `ds_status` of a released parameter NOT_AVAILABLE."""
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         return ZeroParamStatus.NOT_AVAILABLE
 
 
-# The methods with which torch.nn.Module moves its parameters to a device.
+# The names of the methods by which torch.nn.Module moves a parameter to a device. A parameter without values gets
+# attributes of these names, so that torch does not try to move it.
 _MOVES = ("to", "cuda")
 _ATTRIBUTES = ("ds_active_sub_modules", "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_tensor")
 
 
 def hide_status(parameter: nn.Parameter) -> None:
-    """Take DeepSpeed's attributes away from a parameter; idempotent."""
+    """Delete the attributes `ds_id`, `ds_status` and so on of a parameter that no engine trains; idempotent."""
     for name in _ATTRIBUTES:
         vars(parameter).pop(name, None)
 
 
 def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
-    """Give a parameter DeepSpeed's attributes, or another status if it has them."""
+    """Give a parameter DeepSpeed's attributes such as `ds_id`, and set its own `ds_status` to `status`.
+
+    From now on, `module.to(device)` and `module.cuda()` move the parameter again; see `stay_on_moves`.
+    """
     own = vars(parameter)
     if "ds_id" not in own:
         own.update({"ds_id": id(parameter), "ds_shape": parameter.shape, "ds_numel": parameter.numel()})
@@ -59,10 +67,10 @@ def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
 
 
 def stay_on_moves(parameter: nn.Parameter) -> None:
-    """Have `module.to(device)` and `module.cuda()` leave a parameter without values, until another status is shown.
+    """Have `module.to(device)` and `module.cuda()` skip a parameter that has no values, until `show_status` is called.
 
-    There is nothing to move: a parameter gets its values where the config puts them. torch ends such a call of a module
-    with "Cannot copy out of meta tensor". A change of the dtype is made as torch makes it.
+    The parameter has no values that could be moved, and gets its values later where the config puts them. Without this
+    function, torch would raise "Cannot copy out of meta tensor". A change of the dtype is made as torch makes it.
     """
     vars(parameter).update({"to": partial(_to, parameter), "cuda": partial(_cuda, parameter)})
 
@@ -82,5 +90,5 @@ def part_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def show_part(parameter: nn.Parameter, part: torch.Tensor) -> None:
-    """Give a parameter DeepSpeed's attribute with a tensor that stands for this rank's part of it."""
+    """Set DeepSpeed's attribute `ds_tensor`, a tensor that stands for this rank's part of the parameter."""
     vars(parameter)["ds_tensor"] = part

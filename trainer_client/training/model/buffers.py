@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def give_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Give the buffers of a model other values, by name, as far as it has them with the same shapes.
+    """Copy values into the buffers of a model, by name. Names or shapes that the model does not have are left out.
 
-    A warning names those that it does not have. An expanded buffer, in whose memory one element stands for several, is
-    replaced by a tensor of its own if the values differ.
+    A warning names each value that was left out. An expanded buffer, in whose memory one element stands for several, is
+    replaced by a new tensor if the values differ.
     """
     own = dict(model.named_buffers(remove_duplicate=False))
     for name, given in values.items():
@@ -44,13 +44,14 @@ def _replace(model: nn.Module, buffer: torch.Tensor, by: torch.Tensor) -> None:
 
 @torch.no_grad()
 def cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give all floating-point buffers of a model a dtype, unless `dtype` is None.
+    """Convert all floating-point buffers of a model to a dtype, unless `dtype` is None.
 
-    Modules that share a buffer share its copy, too. Integer, boolean and complex buffers stay as they are.
+    Modules that share a buffer share its converted copy, too. Integer, boolean and complex buffers stay as they are.
     """
     if dtype is None:
         return
-    # The buffers themselves are kept beside their copies, so that no other tensor gets the id of one of them.
+    # For each buffer, by its id: the buffer and its converted copy. The buffer is kept, because a new tensor could get
+    # the id of a buffer that was freed, and would then be taken for it.
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -1,9 +1,10 @@
-"""Products with a weight that autocast casts, of which no cast copy stays from the forward to the backward.
+"""Matrix products under autocast that keep no cast copy of the weight from the forward to the backward.
 
-Autograd keeps the operands of a product for its backward, which under autocast are copies in the lower precision. Where
-a layer computes with one tile of its weight after the other, those copies together would have half the size of the
-whole weight, which is what tiles are to avoid. So the weight itself is kept, as without autocast, and is cast again in
-the backward, and all tiles share one copy of their input. This module must never know what a tile is.
+Autograd keeps the operands of a product for its backward. Under autocast, the operands are copies in the lower
+precision. If a layer computes with one tile of its weight after the other, the copies of all tiles together would have
+half the size of the whole weight, and tiles are to avoid such memory. So the products here keep the weight itself, as
+without autocast, and cast it again in the backward. All tiles share one cast copy of their input. This module must
+never know what a tile is.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch.nn import functional
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which autocast computes a linear layer here; None outside of autocast."""
+    """Return the dtype in which autocast computes a linear layer on the device; None outside of autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def cast_of(input: torch.Tensor, weight_dtype: torch.dtype) -> torch.Tensor | None:
     """Return a product's input, without gradient, in the dtype in which autocast computes the product.
 
-    Return None if autocast casts nothing here.
+    Return None if autocast would cast neither the input nor the weight.
     """
     dtype = autocast_dtype(input.device)
     if dtype is None or torch.float64 in (input.dtype, weight_dtype) or input.dtype is weight_dtype is dtype:
@@ -33,10 +34,10 @@ def cast_of(input: torch.Tensor, weight_dtype: torch.dtype) -> torch.Tensor | No
 def linear(
     input: torch.Tensor, cast: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `functional.linear` of `cast`, in its dtype; its gradients are those of `input`, `weight` and `bias`.
+    """Return `functional.linear` of `cast`, in its dtype; autograd gives `input`, `weight` and `bias` their gradients.
 
     Args:
-        input: [..., features], which gets the gradient of `cast`.
+        input: [..., features]. It gets the gradient that `cast` would get, converted to the dtype of `input`.
         cast: [..., features], the input in the dtype of the computation. No gradient of it is computed.
         weight: [outputs, features].
         bias: [outputs].
@@ -46,7 +47,10 @@ def linear(
 
 
 class _CastLinear(torch.autograd.Function):
-    """A linear layer whose weight is cast in the forward and once more in the backward."""
+    """The autograd function behind `linear`. It keeps the weight, and casts it in the forward and in the backward.
+
+    So no cast copy of the weight stays in memory between the two.
+    """
 
     @staticmethod
     def forward(

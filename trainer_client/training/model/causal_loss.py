@@ -1,12 +1,13 @@
-"""The loss of a causal language model of transformers, computed in chunks of tokens, on an unchanged model.
+"""The loss of a causal language model of transformers, computed in chunks of tokens, without a change of the model.
 
-This module owns the functions that take the place of the head's forward and of the loss function while the model
-trains. It must never compute the loss itself: chunked_loss.py does.
+This module owns the functions that replace the head's forward and the loss function while the model trains. It must
+never compute the loss itself: chunked_loss.py does.
 
 [Note: how the logits stay away] A causal language model of transformers calls its head and passes the result and the
-labels to `self.loss_function`. While it trains with labels, the head here returns a tensor without elements instead,
-and the loss function computes the loss from the hidden states that the head was given. If the model changes the logits
-in between, or does not call the loss function, that is an error, because the loss would be another one.
+labels to `self.loss_function`. While the model trains with labels, the replaced head returns a tensor without elements
+instead of logits. The replaced loss function then computes the loss from the hidden states that the head was given. If
+the model changes the logits before the loss, or does not call the loss function, an error is raised, because the loss
+would be wrong.
 """
 
 from __future__ import annotations
@@ -26,26 +27,30 @@ from trainer_client.training.model.chunked_loss import IGNORE_INDEX, chunked_cro
 from trainer_client.training.model.stand_in import StandIn, only_for
 
 _KEY = "paramserver.tiling.loss_tokens"
-# The name of the loss function of transformers that is replaced.
+# The name of the loss function in transformers that this module replaces by one that computes in chunks of tokens.
 _LOSS = "ForCausalLMLoss"
 
 
 class CausalLoss:
-    """The chunked loss of one model, from construction until `remove`.
+    """Has one causal language model compute its loss in chunks of tokens, from construction until `remove`.
+
+    `Tiling.install` makes this object. See [Note: how the logits stay away].
 
     Args:
-        model: a model that is, or has, one causal language model of transformers.
+        model: a causal language model of transformers, or a model that contains one.
         tokens: of how many tokens logits are made at once.
 
     Raises:
-        ConfigError: the model has no such model or several, or its loss or its head is another one.
+        ConfigError: the model contains no causal language model or several, or its loss is not ForCausalLMLoss, or its
+            head is no Linear.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self._tokens = tokens
         self._model = _find(model)
         self._head: nn.Module = self._model.get_output_embeddings()
-        # The hidden states and the tensor that the head has returned in their place, while a forward is under way.
+        # While a forward is under way: the hidden states that the head was given, and the tensor without elements that
+        # the head has returned for them.
         self._deferred: tuple[torch.Tensor, torch.Tensor] | None = None
         self._defers = False
         self._was_computed = False
@@ -88,14 +93,18 @@ class CausalLoss:
             f"{_KEY}: a {type(module).__name__} computes its loss without its loss_function: set the key to null, or "
             "call trainer_client.chunked_cross_entropy yourself"
         )
-        # Most losses of a model's own fail, because there are no logits, and torch calls this hook meanwhile.
+        # A model that computes its loss without its `loss_function` mostly fails, because the head has returned no
+        # logits. torch calls this hook while that error is raised, so the hook adds its hint to the error as a note.
         if (error := sys.exception()) is not None:
             error.add_note(why)
         else:
             raise ConfigError(why)
 
     def _defer_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Stand in for the head's forward."""
+        """Return a tensor without elements in place of the head's logits, and keep `hidden` for `_compute`.
+
+        The model calls this function as the head's forward. Without labels, it returns the head's logits.
+        """
         if not self._defers:
             return self._head_forward(hidden)
         logits = hidden.new_empty((*hidden.shape[:-1], 0))
@@ -103,7 +112,11 @@ class CausalLoss:
         return logits
 
     def _compute(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stand in for the model's loss function, with the arguments of ForCausalLMLoss."""
+        """Return the loss of the hidden states that `_defer_logits` has kept.
+
+        The model calls this function as its `loss_function`, with the arguments of ForCausalLMLoss. If no logits were
+        left out, the model's own loss function computes the loss.
+        """
         if self._deferred is None:
             return self._loss_function(logits, labels, *args, **kwargs)
         hidden, expected = self._deferred
@@ -126,7 +139,7 @@ class CausalLoss:
         **_: Any,
     ) -> torch.Tensor:
         if shift_labels is None:
-            # The model predicts the token after each one.
+            # A causal language model predicts the next token, so the label of a token is the token after it.
             assert labels is not None, "the forward was given labels"
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = chunked_cross_entropy(
@@ -144,10 +157,11 @@ class CausalLoss:
 
 
 def _find(model: nn.Module) -> Any:
-    """Return the causal language model in a model."""
+    """Return the causal language model that `model` is or contains; ConfigError if there is none or several."""
     found: list[tuple[Any, nn.Module]] = []
     for module in model.modules():
-        # Wrappers, such as those of PEFT, have the attributes of the model within them, but no class that has them.
+        # The attributes are looked up in the module's class and not in the module: an object that wraps a model, such
+        # as PEFT's, passes on the attributes of the model within it, and is no causal language model itself.
         if not (hasattr(type(module), "loss_function") and hasattr(type(module), "get_output_embeddings")):
             continue
         loss: Any = module.loss_function

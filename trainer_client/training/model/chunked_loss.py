@@ -2,11 +2,12 @@
 
 This module owns the arithmetic. It must never gather: the hooks on the tiles of the head do.
 
-[Note: chunks] The logits of some tokens over the rows of one tile are made, reduced to two numbers for each token (the
-logarithm of the sum of their exponentials, and the logit of the label), and freed. The backward pass makes them again.
-Tiles are the outer loop and tokens the inner one, so each tile is gathered once in each pass. The gradient of the
-hidden states is added up over tiles in fp32, and that of a tile over the chunks, too, so only the products are rounded
-to the dtype of the computation, as they are without chunks.
+[Note: chunks] The logits of a chunk of tokens over the rows of one tile are computed, reduced to two numbers for each
+token, and freed. The two numbers are the logarithm of the sum of the exponentials, and the logit of the label. The
+backward pass computes the logits again. Tiles are the outer loop and chunks of tokens the inner loop, so each tile is
+gathered once in each pass. The gradient of the hidden states is added up over tiles in fp32, and the gradient of a tile
+is added up over chunks in fp32. So only the products are rounded to the dtype of the computation, as they are without
+chunks.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def chunked_cross_entropy(
         loss = chunked_cross_entropy(decoder(input_ids), model.lm_head, labels)
 
     The labels are not shifted. Under an engine, all ranks call this alike, within a forward of the model or after it.
-    The loss can be differentiated once: a backward through its gradients, as that of a gradient penalty, fails with
-    torch's error about `once_differentiable`.
+    The loss can be differentiated once: a backward through its gradients, as for a gradient penalty, fails with torch's
+    error about `once_differentiable`.
 
     Args:
-        hidden: [..., features].
-        head: a module that computes as `nn.Linear` does, with `weight` [vocabulary, features] and `bias` or without.
+        hidden: [..., features], the hidden states.
+        head: a module that computes as `nn.Linear` does, with `weight` [vocabulary, features] and an optional `bias`.
         labels: [...], each an index of the vocabulary or `ignore_index`.
         tokens: of how many tokens logits are made at once.
         ignore_index: the label of tokens that do not count.
@@ -55,14 +56,16 @@ def chunked_cross_entropy(
         ValueError: an argument does not fit.
     """
     _check(hidden, head, labels, tokens, reduction)
-    # Gradients of the parts are added up in the dtype of this tensor.
+    # The hidden states are converted to fp32, because autograd adds up their gradients from all tiles of the head's
+    # weight in their dtype.
     flat = hidden.reshape(-1, hidden.shape[-1]).float()
     targets = labels.reshape(-1).to(hidden.device)
     counts = targets != ignore_index
     rows: int = head.weight.shape[0]  # type: ignore[assignment, index]
     check_range(torch.where(counts, targets, 0), rows, f"a label is out of bounds: the head has {rows} rows")
     bias: torch.Tensor | None = getattr(head, "bias", None)
-    # A label that does not count is in no tile.
+    # A label equal to `ignore_index` does not count in the loss. It is replaced by -1, which is the index of no row of
+    # the head, so no tile computes a loss for it.
     targets = torch.where(counts, targets, -1)
     dtype = autocast_dtype(hidden.device) or hidden.dtype
 
@@ -71,7 +74,8 @@ def chunked_cross_entropy(
 
     layer = tiled_layer_of(head)
     if layer is None:
-        # This use of the parameter has it gathered, if it is not.
+        # A released weight has no values. `view_as` counts as a use of the weight, so it makes the engine gather the
+        # weight.
         weight: torch.Tensor = head.weight.view_as(head.weight)  # type: ignore[operator, arg-type]
         reduced = [compute(weight, flat, bias, targets)]
     else:
@@ -108,17 +112,19 @@ def _check(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, tokens: 
 
 
 class _ReducedLogits(torch.autograd.Function):
-    """The numbers that the loss needs of the logits of some rows; the backward pass makes these logits again.
+    """The autograd function that reduces the logits of some rows of the head's weight to what the loss needs.
 
-    They are [2, n] in fp32: of each token the logarithm of the sum of exponentials, and the logit of its label.
+    The logits are computed for some tokens at a time and freed. The backward pass computes them again.
+
+    The result is [2, n] in fp32: for each token the logarithm of the sum of exponentials, and the logit of its label.
 
     Args:
         weight: [rows, features].
         hidden: [n, features] in fp32.
         bias: [rows].
-        labels: [n] row numbers; -1: the label is none of these rows, and counts 0.
-        tokens: how many tokens make logits at once.
-        dtype: of the matrix products.
+        labels: [n] row numbers; -1: the label is none of these rows, and its logit counts as 0.
+        tokens: of how many tokens logits are computed at once.
+        dtype: the dtype of the matrix products.
     """
 
     @staticmethod
@@ -140,8 +146,9 @@ class _ReducedLogits(torch.autograd.Function):
                 logits = functional.linear(_cast(hidden[part], dtype), cast_weight, cast_bias).float()
                 reduced[0, part] = logits.logsumexp(dim=-1)
                 reduced[1, part] = _of_labels(logits, labels[part])
-        # Where the biases of all rows are -inf, so is the sum, and the backward would compute -inf - -inf. Exponentials
-        # are 0 there, whatever is subtracted.
+        # If the biases of all rows of the head are -inf, all logits and the logarithm of the sum of their exponentials
+        # are -inf, and the backward would compute -inf - (-inf), which is NaN. With 0 in place of this logarithm, the
+        # exponentials are 0, as they should be.
         ctx.sums = reduced[0].masked_fill(reduced[0].isneginf(), 0.0)
         return reduced
 

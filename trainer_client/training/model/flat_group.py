@@ -1,27 +1,27 @@
-"""Flat groups: the flat buffers in which the gathered parameters of units lie, and their names in the store.
+"""Flat groups: the flat buffers in which the gathered parameters of units lie, and the groups' names in the store.
 
 This module owns the flat buffers and the parameters' `.data`. It must never know where a partition comes from, nor when
-it is needed.
+a partition is needed.
 
 [Note: released parameters] A flat buffer frees its memory and is refilled in place (see flat_memory.py). Tensors that
-autograd saved from the parameters (F.linear saves a view of its weight) share the storage, so they have the right
-values again once it is refilled. Because `.data` is assigned, the version counters of parameter and buffer are
-separate, and a refill does not look like an in-place change to autograd. A tensor with a freed storage must not be
-read, because it may be a null pointer with a shape. The data of a released parameter is therefore one NaN, expanded to
-the parameter's shape, and its class is `ReleasedParameter`: if a function of torch needs the values, that class has
-them gathered (see `gather_on_use`), or raises.
+autograd has saved from the parameters (F.linear saves a view of its weight) share the buffer's storage, so they have
+the right values again when the buffer is refilled. Because `.data` is assigned, the version counters of parameter and
+buffer are separate, and autograd does not take a refill for an in-place change. A tensor with a freed storage must not
+be read, because it may be a null pointer with a shape. So the data of a released parameter is one NaN, expanded to the
+parameter's shape, and its class is `ReleasedParameter`. If a function of torch needs the values, this class has them
+gathered (see `gather_on_use`), or raises an error.
 
-[Note: changes in place] The script may change gathered parameters in place, and torch counts only some of these
-changes: not those of `parameter.data`, nor of an array of numpy that shares the memory. So the digests of the bytes are
-compared, and for mapped bytes the pages are asked for that this process has written to. Where a rank always has the
-parameters (stages 0 to 2) the changes count: see step/in_place.py. Elsewhere the memory is given up after each use, so
-a change is an error: see `Unit.require_unchanged`.
+[Note: changes in place] The script may change gathered parameters in place. torch's version counters do not show all of
+these changes, for example not those through `parameter.data` or through an array of numpy that shares the memory. So
+the digests of copied bytes are compared. For mapped bytes, the kernel says which pages this process has written to. If
+a rank always has the whole parameters (stages 0 to 2), the changes count: see step/in_place.py. At stage 3 the memory
+is given up after each use and the changes would be lost, so a change is an error: see `Unit.require_unchanged`.
 
 [Note: autocast] Within `torch.autocast`, torch keeps a low-precision copy of each fp32 parameter that was used, until
-the outermost context ends. The copies would keep memory of released units, and old values after an update. They are
-therefore dropped when parameters are released, and when an update or the user replaces values (hooks.py), so that a
-context may contain `engine.step()`. torch can only drop all copies at once, which takes 0.3 us; parameters that are
-still gathered are cast again at their next use.
+the outermost context of autocast ends. The copies would take memory for released units, and would have old values after
+an update. They are therefore dropped when parameters are released, and when an update or the user replaces values
+(hooks.py), so that a context of autocast may contain `engine.step()`. torch can only drop all copies at once, which
+takes 0.3 us; parameters that are still gathered are cast again at their next use.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ from trainer_client.training.model.slot_table import ShardRange, make_slot_table
 from trainer_client.training.model.whole import hide_whole, show_whole
 
 Digests: TypeAlias = tuple[int, ...] | torch.Tensor
-"""The digests of a group's parameters: one of each on the CPU, and on an accelerator one of all, 0-D int64 there."""
+"""The digests of a group's parameters.
+
+On the CPU there is one digest of each parameter. On an accelerator there is one of them all, 0-D int64 on the device.
+"""
 
 GatherOnUse: TypeAlias = Callable[[ModelParameter, str], AbstractContextManager[Callable[[Any], None]] | None]
 
-# The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
-# NVMe is enough for them.
+# The tier where the store keeps a kind of state, by the home of the state. A trainer writes states whose home is the
+# device to the store only for commits, so NVMe is enough for them.
 _TIERS = {home: tiers.NVME if home is Home.DEVICE else tiers.TIERS[home.value] for home in Home}
 
 
@@ -75,11 +78,12 @@ class FlatGroup:
         slot_table: the places of the parameters in the flat buffer, and the ranks' partitions.
         start, stop: the elements [start, stop) of the flat buffer are this rank's partition.
         shards: the parts of parameters in this rank's partition.
-        name: name of this rank's shard group in the store. It has the unit, the elements and, if the dtype or that of
-            reductions is not the usual one, a suffix with it; it does not have the rank's number.
+        name: name of this rank's shard group in the store. It is made of the unit's name and the range of elements,
+            and of a suffix if the dtype of the parameters or of reductions is not the usual one. It does not have the
+            rank's number.
         state_kinds: the kinds of the optimizer's fp32 states; none for a frozen group.
-        gradient_dtype: dtype of KIND_GRAD, by default that of the parameters.
-        reduction_dtype: dtype in which gradients are added over ranks, by default that of the parameters.
+        gradient_dtype: dtype of the kind "grad"; by default the dtype of the parameters.
+        reduction_dtype: dtype in which gradients are added over ranks; by default the dtype of the parameters.
         device: the device of the flat buffer.
         flat: the flat buffer [slot_table.numel], without memory while the group is released.
         partition: this rank's part [partition_numel] of the parameters if they live on the device; None: they live in
@@ -118,21 +122,26 @@ class FlatGroup:
         self.shards = self.shards_of(rank)
         self.device = device
         self.partition: torch.Tensor | None = None
-        # The views are made while the storage still has its full size, because torch checks their bounds only then.
+        # The views of the parameters' slots in the flat buffer are made while the buffer's storage has its full size,
+        # because torch refuses to make views beyond the end of a storage.
         firsts = [slot.offset for slot in self.slot_table.slots if slot.numel]
         self._memory = FlatMemory(self.slot_table.numel, dtype, device, marks=firsts)
         self.flat = self._memory.tensor
         self._whole = self.pieces(self.flat)
         nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
-        # These small objects are made before values are staged. Made between two partitions, each of them would take
-        # the start of the memory that one partition has freed, and keep glibc from giving it to the next partition.
+        # The small tensors in `_parts` are made now, before initial values are staged. If a small object was made
+        # between the initial values of two partitions, it would lie at the start of the memory that the first partition
+        # has freed, and glibc could not give this memory to the second partition.
         numels = {shard.slot: shard.numel for shard in self.shards}
         self._parts = [part_of(numels.get(slot, 0), dtype) for slot in range(len(self.parameters))]
         self._memory.free()
-        # Whether the data of the parameters are in this group, and not given up to the user.
+        # Whether this group sets the parameters' `.data` when it gathers and releases them. It no longer does after the
+        # engine has left the parameters to the user.
         self._has_parameters = True
-        # The digests of the values that were gathered last, and whether an accelerator has found others since.
+        # `_noted` has the digests of the parameters' values after the last gather, with which a later check finds
+        # changes by the script. `_doubt` says whether such a check on an accelerator has found a change: a 0-D tensor
+        # on the device, so that the check does not wait for the device.
         self._noted: Digests | None = None
         self._doubt: torch.Tensor | None = None
 
@@ -152,7 +161,7 @@ class FlatGroup:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that outlast a step: those of the weight, and the optimizer's states."""
+        """The kinds that stay from step to step: those of the weight, and those of the optimizer's states."""
         return (*self.weight_kinds, *self.state_kinds)
 
     @property
@@ -188,7 +197,8 @@ class FlatGroup:
         optimizer = _TIERS[placement.optimizer]
         param = _TIERS[placement.parameters]
         if self.trainable and placement.parameters is Home.DEVICE:
-            # If the update runs in the store, it also writes the parameters, so they are kept with its states.
+            # If the store makes the update, it writes the updated parameters, too, so the store keeps the parameters in
+            # the same tier as the optimizer's states.
             param = optimizer
         kinds = [
             pb.KindSpec(
@@ -200,7 +210,8 @@ class FlatGroup:
         ]
         if self.trainable:
             dtype = WIRE_DTYPES[self.dtype_of(GRAD)]
-            # A gradient at home on the device passes through the store's host memory on its way to an update there.
+            # If the store makes the update, the rank hands the gradient over to the store. A gradient whose home is the
+            # device is then handed over in the store's host tier.
             home = tiers.NVME if placement.gradients is Home.NVME else tiers.HOST
             kinds.append(pb.KindSpec(kind=GRAD, dtype=dtype, placement=home))
         shards = [pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.partition_offset) for s in self.shards]
@@ -214,7 +225,10 @@ class FlatGroup:
         ]
 
     def keep(self, residence: Residence) -> None:
-        """Keep this rank's partition, or the whole flat buffer (uninitialised), on the device from now on."""
+        """Keep memory on the device from now on: for this rank's partition at stage 3, else for the whole flat buffer.
+
+        The values are not initialised.
+        """
         if residence is Residence.SHARDED:
             self.partition = torch.zeros(self.slot_table.partition_numel, dtype=self.dtype, device=self.device)
         else:
@@ -235,10 +249,10 @@ class FlatGroup:
 
     @torch.no_grad()
     def give_up_parameters(self) -> None:
-        """Leave the parameters to the user, in memory of their own on the CPU, uninitialised and in their dtype.
+        """Give each parameter memory of its own on the CPU, uninitialised and in its dtype, for the user.
 
-        Tiles have no memory then, and their parameter has that of its own. From now on only the flat buffer is
-        allocated and freed.
+        A tiled parameter then has whole memory, and its tiles have none. From now on, `allocate` and `free` concern the
+        flat buffer only, and do not change the parameters.
         """
         self._point_to(
             [
@@ -254,22 +268,23 @@ class FlatGroup:
         self._has_parameters = False
 
     def leave_parameters(self) -> None:
-        """Leave resident parameters to the user, with their values, in the memory that they have."""
+        """Leave resident parameters, with their memory and values, to the user; this group changes them no more."""
         for parameter in self.parameters:
             hide_status(parameter.tensor)
         self._has_parameters = False
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Allocate the flat buffer, and make the parameters views of it.
+        """Allocate the flat buffer, unless it has memory, and make the parameters views of it.
 
-        The caller fills it, unless `release_parameters` has left its values in place.
+        A buffer that is allocated now is uninitialised, so the caller has to fill it. After `release_parameters` the
+        buffer still has its memory with the values, so the caller need not fill it.
         """
         self._memory.allocate()
         self._point_to(self._whole)
 
     def map_partition(self, rank: int, leased: LeasedBytes) -> bool:
-        """Map a rank's leased partition to its place in the flat buffer, instead of copying it.
+        """Map a rank's leased partition at its offset in the flat buffer, instead of copying it.
 
         Call this after `allocate`. The lease has to be held until `free` or `copy_mapped`. Return False if the
         partition cannot be mapped, so that the caller has to copy it.
@@ -285,7 +300,10 @@ class FlatGroup:
         self.note_values()
 
     def release_parameters(self) -> None:
-        """Release the parameters, but keep the flat buffer with its values, for the next `allocate`."""
+        """Make the parameters `ReleasedParameter`s without values, but keep the flat buffer with its values.
+
+        The next `allocate` makes the parameters views of the buffer again, so no gather is needed.
+        """
         torch.clear_autocast_cache()
         if not self._has_parameters:
             return
@@ -295,7 +313,7 @@ class FlatGroup:
 
     @contextmanager
     def showing(self, parameter: ModelParameter, values: torch.Tensor) -> Iterator[None]:
-        """Give a released parameter other memory, with its values, within the context."""
+        """Make `values` the data of a released parameter within the context, so that torch can read its values."""
         restore(parameter.tensor)
         parameter.tensor.data = values
         try:
@@ -304,16 +322,16 @@ class FlatGroup:
             self.release_parameters()
 
     def free(self) -> None:
-        """Release the parameters, and free the flat buffer."""
+        """Make the parameters `ReleasedParameter`s without values, and free the memory of the flat buffer."""
         self.release_parameters()
         self._memory.free()
         self._noted = None
 
     def gather_on_use(self, gather: GatherOnUse) -> None:
-        """Have `gather` called when a function of torch is given a released parameter, with the function's name.
+        """Have `gather` called, with the function's name, when a function of torch needs a released parameter's values.
 
-        `gather` gathers the group, or raises; see released.release for what it returns. Before this call, each such use
-        raises ReleasedParameterError.
+        `gather` has to gather the group, or raise; see released.release for what it returns. Until this method is
+        called, each such use raises ReleasedParameterError.
         """
         self._gather_on_use = gather
 
@@ -327,16 +345,16 @@ class FlatGroup:
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def displaced(self) -> Iterator[tuple[ModelParameter, torch.Tensor]]:
-        """Yield the parameters whose data the script has replaced by other memory, each with its place in the buffer.
+        """Yield the parameters whose `.data` the script has replaced, each with the view of its slot in the buffer.
 
-        There are none if the flat buffer has no memory.
+        Nothing is yielded if the flat buffer has no memory.
         """
         pairs = zip(self.parameters, self._whole, strict=True) if self._memory.is_allocated else ()
         yield from ((each, own) for each, own in pairs if each.tensor.data_ptr() != own.data_ptr())
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Give displaced parameters their place in the buffer again, with the values that they have now.
+        """Copy the values of displaced parameters into their slots, and make the parameters views of the slots again.
 
         Raises:
             ConfigError: a parameter has another shape, dtype or device now.
@@ -353,7 +371,11 @@ class FlatGroup:
             parameter.tensor.data = own
 
     def digests(self) -> Digests:
-        """Return the digests of the parameters in the flat buffer, which has memory; see [Note: changes in place]."""
+        """Return digests of the parameters' bytes in the flat buffer, which must have memory.
+
+        On the CPU there is one digest for each parameter, on an accelerator one digest of the whole buffer. Mapped
+        bytes are left out; see [Note: changes in place].
+        """
         if not self.slot_table.numel:
             return ()
         if self.device.type != CPU:
@@ -365,7 +387,7 @@ class FlatGroup:
         return [slice(slot.offset * size, (slot.offset + slot.numel) * size) for slot in self.slot_table.slots]
 
     def digests_of_each(self) -> list[int]:
-        """Return the digest of each parameter in the flat buffer, also on an accelerator, which this waits for."""
+        """Return the digest of each parameter in the flat buffer. On an accelerator, this waits for the device."""
         digests = self.digests()
         if isinstance(digests, torch.Tensor):
             slots = self.slot_table.slots
@@ -374,13 +396,14 @@ class FlatGroup:
         return list(digests)
 
     def note_values(self) -> None:
-        """Take note of the values that were just gathered, which `find_changed` compares with those that are there."""
+        """Keep the digests of the values that the flat buffer has now, so that `find_changed` can compare with them."""
         self._noted = self.digests()
 
     def find_changed(self) -> ModelParameter | None:
-        """Return a parameter that the script has changed since `note_values`, or given other memory; None for none.
+        """Return a parameter that the script has changed, or given other memory, since `note_values`; None if none.
 
-        On an accelerator a changed value is only noted, so that nothing waits for the device; see `take_doubt`.
+        On an accelerator, a changed value is only noted on the device, so that this call does not wait for the device;
+        see `take_doubt`.
         """
         if (displaced := next(self.displaced(), None)) is not None:
             return displaced[0]
@@ -396,7 +419,7 @@ class FlatGroup:
         return next(copied, None) or next(mapped, None)
 
     def take_doubt(self) -> bool:
-        """Return whether `find_changed` has noted a change on an accelerator since the last call. It waits for that."""
+        """Wait for the device, and return whether a `find_changed` since the last call has found a change on it."""
         doubt, self._doubt = self._doubt, None
         return doubt is not None and bool(doubt)
 
@@ -406,7 +429,7 @@ class FlatGroup:
         return self._gather_on_use(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give the parameters these data, unless they are the user's."""
+        """Set each parameter's `.data` to its tensor in `tensors`. If the user has the parameters now, do nothing."""
         if not self._has_parameters:
             return
         for parameter, tensor in zip(self.parameters, tensors, strict=True):

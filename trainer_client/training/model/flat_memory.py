@@ -1,17 +1,18 @@
 """The memory of a flat buffer, freed and allocated again at the same address, so that views of the buffer stay valid.
 
 [Note: host memory] On the CPU, a flat buffer has pages of its own, which go back to the kernel at once when they are
-freed. malloc would keep them: it takes blocks of up to 32 MiB from its heap, where the activations of a forward fill
-the hole that a released unit left, so that the next unit needs new memory. A pass over 128 units of 1 MiB grew the
-process by 128 MiB. The allocator of a GPU does not have this problem.
+freed. Memory of malloc would not: malloc takes blocks of up to 32 MiB from its heap. When a unit is released, the
+activations of a forward fill the hole in the heap, so that the next unit needs new memory. With malloc, a pass over 128
+units of 1 MiB grew the process by 128 MiB. The allocator of a GPU does not have this problem.
 
-Freed pages read as zeros, while torch raises an error for a storage without memory. So that a computation with freed
-memory does not go unnoticed, some elements are NaN then. Each of them costs one page.
+On a GPU, torch raises an error if a freed flat buffer is read, because its storage has no memory. On the CPU, freed
+pages read as zeros. So that a computation with freed memory is noticed there, some elements (the marks) are NaN while
+the memory is freed. Each mark costs one page.
 
 [Note: mapped memory] Because a flat buffer has pages of its own, bytes of the store's shared memory can be mapped at
-the buffer's address instead of being copied. For 25 MB that takes 3 ms of page faults, and a copy into fresh pages
-20 ms (measured). The mapping is copy-on-write, so writes stay in this process. The caller has to hold the lease on the
-bytes as long as they are mapped.
+the buffer's address instead of being copied. For 25 MB, the page faults of a mapping take 3 ms, and a copy into fresh
+pages takes 20 ms (measured). The mapping is copy-on-write, so writes stay in this process. The caller has to hold the
+lease on the bytes as long as they are mapped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from trainer_client.training.model.digests import digest_on_device, digest_on_ho
 
 
 class FlatMemory:
-    """The memory of one flat buffer. It is allocated at first, so that views can be made, until the first `free`.
+    """The memory of one flat buffer, which `FlatGroup` frees and allocates again at the same address.
+
+    The constructor allocates the memory, so that views of the buffer can be made before the first `free`.
 
     Attributes:
         tensor: the flat buffer [numel]; uninitialised after `allocate`, and not to be read after `free`.
@@ -45,11 +48,13 @@ class FlatMemory:
         self._nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
         self._is_allocated = True
-        # The mapped parts of the buffer as [begin, end) in bytes, in their order, and what is mapped there.
+        # The parts of the buffer to which ranges of files are mapped, in their order: each part's begin and end in
+        # bytes, and the range of a file that is mapped at the part.
         self._mapped: list[tuple[int, int, FileRange]] = []
         self._marks = torch.tensor(marks, dtype=torch.int64)
         if device.type == "cpu" and numel:
-            # The mapping is private, because the kernel would keep the pages of a shared one when they are freed.
+            # The buffer is a private mapping. The kernel would keep the pages of a shared mapping when the buffer is
+            # freed.
             self._pages = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.tensor = torch.frombuffer(self._pages, dtype=dtype)
         else:
@@ -60,7 +65,7 @@ class FlatMemory:
         return self._is_allocated
 
     def allocate(self) -> None:
-        """Take the memory; do nothing if it is there, because a GPU's storage would take other memory, and copy."""
+        """Allocate the memory. If it is allocated, do nothing, because a resize of a GPU's storage would copy it."""
         if self._is_allocated:
             return
         self._is_allocated = True
@@ -70,8 +75,8 @@ class FlatMemory:
     def map_range(self, offset: int, nbytes: int, source: FileRange) -> bool:
         """Map `nbytes` of `source` at byte `offset` of the buffer, until `free` or `copy_mapped`.
 
-        Return False if that is not possible, because the buffer has no pages of its own, or because the bytes do not
-        fill whole pages of the buffer and of the file.
+        Return False if the bytes cannot be mapped, because the buffer has no pages of its own, or because the bytes do
+        not fill whole pages of the buffer and of the file.
         """
         whole = offset + nbytes == self._nbytes or nbytes % mmap.PAGESIZE == 0
         if self._pages is None or not whole or offset % mmap.PAGESIZE or source.offset % mmap.PAGESIZE:
@@ -81,7 +86,10 @@ class FlatMemory:
         return True
 
     def digest(self, part: slice) -> int:
-        """Return the digest of the copied bytes in a part of the buffer, on the CPU. Mapped ones are left out."""
+        """Return the digest of the bytes in `part`, a range of bytes of a buffer in host memory.
+
+        Bytes that `map_range` has mapped are left out, because `find_changed` finds changes of these.
+        """
         assert self._pages is not None, "the buffer is on the CPU"
         return digest_on_host(memoryview(self._pages), self._copied(part.start, part.stop))
 
@@ -90,7 +98,7 @@ class FlatMemory:
         return digest_on_device(self.tensor)
 
     def find_changed(self, parts: Sequence[slice]) -> Iterator[int]:
-        """Yield the index of each part of which this process has changed mapped bytes since they were mapped.
+        """Yield the index of each part in which this process has changed mapped bytes since they were mapped.
 
         Args:
             parts: parts of the buffer, in bytes.
@@ -114,7 +122,10 @@ class FlatMemory:
             yield slice(begin, end)
 
     def copy_mapped(self) -> None:
-        """Replace mapped bytes by a copy in memory of this process."""
+        """Copy the bytes that `map_range` has mapped into memory of this process, and unmap them.
+
+        The caller may then release the leases on the mapped bytes.
+        """
         if self._mapped:
             values = self.tensor.clone()
             self._unmap()

@@ -1,4 +1,4 @@
-"""The two ways to gather a unit's parameters: an all-gather of the ranks' partitions, or reading all in the store.
+"""The two ways to gather a unit's parameters: an all-gather of the ranks' partitions, or reads of them in the store.
 
 A gather is split into start and finish. This module owns nothing between two gathers, and no lease. It must never
 decide when to gather, because step/hooks.py does.
@@ -26,13 +26,13 @@ from trainer_client.training.ranks.lockstep import Lockstep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """When the bytes that a gather reads are needed again, by which the store chooses what stays on the device.
+    """When the bytes that a gather reads are needed again. The store chooses its device copies by these positions.
 
     Attributes:
         before_update: the position of the next use of the unit before an update; None: there is none, or it is not
             known.
-        at_all: the position of the next use of the unit, which may come after an update. Frozen parameters have the
-            same bytes then.
+        at_all: the position of the next use of the unit, which may come after an update. It counts for frozen
+            parameters, because an update does not change their bytes.
     """
 
     before_update: int | None
@@ -44,18 +44,18 @@ class Reuse:
 
 
 def is_one_sided(asked: str, *, far: str | None, parameters_on_device: bool, on_cpu: bool) -> bool:
-    """Return whether each rank reads the partitions of all ranks in its store's memory.
+    """Return whether each rank reads the partitions of all ranks in its store's memory (a one-sided gather).
 
-    Otherwise each rank reads its own partition, and the ranks gather them.
+    If not, each rank reads its own partition, and the ranks make an all-gather of the partitions.
 
     Args:
-        asked: the config key `paramserver.gather`.
+        asked: the value of the config key `paramserver.gather`.
         far: why not all ranks can read the memory of one store, or None if they can.
         parameters_on_device: whether parameters live on the devices of the ranks.
         on_cpu: whether the ranks compute on CPUs.
 
     Raises:
-        ConfigError: the config asks for it where it is not possible.
+        ConfigError: the config asks for one-sided gathers, and they are not possible.
     """
     if asked == "store" and far is not None:
         raise ConfigError(f'paramserver.gather = "store": {far}: write "auto" or "collective"')
@@ -64,12 +64,16 @@ def is_one_sided(asked: str, *, far: str | None, parameters_on_device: bool, on_
             'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; write '
             '"auto" or "collective", or place them there (zero_optimization.offload_param)'
         )
-    # On the CPU, parameters in the arena are mapped in place, which is faster than any copy or collective.
+    # With "auto", ranks on the CPU gather from the store, because parameters in the arena are mapped in place there,
+    # which is faster than any copy or collective.
     return asked == "store" or (asked == "auto" and on_cpu and far is None and not parameters_on_device)
 
 
 class Gather(Protocol):
-    """The contract of a way to gather. The argument `groups` has the flat groups of one unit."""
+    """The interface of the two ways to gather, which `Unit` calls: `CollectiveGather` and `OneSidedGather`.
+
+    The argument `groups` of all methods has the flat groups of one unit.
+    """
 
     @property
     def is_one_sided(self) -> bool:
@@ -89,11 +93,11 @@ class Gather(Protocol):
         Args:
             groups: the groups of the unit.
             position: the position of the use.
-            reuse: when the bytes are needed again; None: they are not kept on the device.
+            reuse: when the bytes are needed again; None: the store keeps no device copy of them.
         """
 
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
-        """Fill the flat buffers with the leased bytes; on an accelerator, begin to do so, see Lanes.
+        """Fill the flat buffers with the leased bytes. On an accelerator, only begin the copies, see Lanes.
 
         Args:
             groups: the groups of the unit.
@@ -101,18 +105,21 @@ class Gather(Protocol):
             may_map: allows to map leased bytes instead of copying them.
 
         Returns:
-            The leases whose bytes are mapped, which have to be held until the groups are freed or have copied them. The
-            other leases can be released as soon as the copies that were begun are done.
+            The leases whose bytes are mapped. They have to be held until the groups are freed, or until `copy_mapped`
+            of the groups was called. The other leases can be released as soon as the copies are done.
         """
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
-        """Handle the failure, on this rank, of a gather that `start` had begun."""
+        """End this rank's part in a gather that `start` has begun and that has failed with `error` on this rank.
+
+        If other ranks take part in the gather, this rank leaves its process groups, so that they get an error at once.
+        """
 
 
 class CollectiveGather:
     """A gather by an all-gather of the ranks' partitions. Each rank leases its own partition, or has it on its device.
 
-    All ranks must call this.
+    All ranks must call this, for the same units in the same order.
     """
 
     is_one_sided = False
@@ -159,7 +166,8 @@ class CollectiveGather:
         return []
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
-        # Other ranks may already wait in the all-gather, in which this rank will not take part.
+        # This rank will take no part in the all-gather of the failed gather, for which the other ranks may already
+        # wait. So this rank abandons the run, which ends their wait.
         self._collectives.abandon(f"the gather of {groups[0].unit}" if groups else "a gather", error)
 
 
@@ -167,9 +175,9 @@ class OneSidedGather:
     """A gather without communication between ranks: each rank leases the partitions of all ranks.
 
     All ranks have to share one store, which has the partitions of all groups. On the CPU a partition is mapped instead
-    of copied, if it consists of whole pages. Ranks may use different units, in any order. After gradients were handed
-    over, the ranks must meet once before any of them gathers: otherwise a rank could read another rank's partition
-    before the store knows that it is to be updated.
+    of copied, if it consists of whole pages. Ranks may use different units, in any order. When all ranks have handed
+    their gradients over, a barrier of all ranks must follow before any rank gathers. Without the barrier, a rank could
+    read another rank's partition before the store has that rank's gradient, and so before the partition's update.
     """
 
     is_one_sided = True
@@ -216,16 +224,22 @@ class OneSidedGather:
         return mapped
 
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
-        """Do nothing, because no other rank takes part in a gather."""
+        """Do nothing, because no other rank takes part in a one-sided gather, so none waits for this rank."""
 
 
 def _source(leased: LeasedBytes, dtype: torch.dtype) -> tuple[torch.Tensor, Iterable[slice]]:
-    """Return a leased partition as lanes take it: elements on the device, or bytes in host memory and the pieces."""
+    """Return the two arguments with which `Lanes` copies a leased partition: a tensor and its pieces.
+
+    The tensor has elements of `dtype` if the partition is in a device copy, and bytes if it is in host memory.
+    """
     if leased.on_device is not None:
         return leased.data.view(dtype), WHOLE
     return leased.data, leased.pieces()
 
 
 def _in_order(leased: LeasedBytes | None) -> AbstractContextManager[None]:
-    """Enclose the use of a partition that may be in the memory that this rank has offered to the store."""
+    """Return a context for the use of a leased partition.
+
+    If the partition is in a device copy, the device begins the use after the last use of the copy's memory.
+    """
     return nullcontext() if leased is None or leased.on_device is None else leased.on_device.memory.in_order()

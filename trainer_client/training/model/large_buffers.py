@@ -1,13 +1,14 @@
-"""The large buffers of this rank's model, for which the client state of a commit has no room, in a slab of the store.
+"""The large buffers of this rank's model, which are in a slab, because the client state of a commit has no room.
 
-This module owns the form of the slab: the number of bytes in 8 bytes, then a file of safetensors with the buffers by
-name, then zeros. The slab's element type is fp32, of which the bytes are kept as they are. This module must never keep
-a copy of a buffer: a slab has the values of the moment at which it was handed over.
+This module owns the form of the slab: first 8 bytes with the length of the file that follows, then a file of
+safetensors with the buffers by name, then zeros. The store takes the slab for fp32 elements, and keeps its bytes as
+they are. This module must never keep a copy of a buffer: a slab has the values of the moment at which it was handed
+over.
 
 [Note: buffers that change] A commit has a new version of the slab only if a byte of the buffers has changed since the
-last one. The digests of all large buffers tell (see digests.py), so a script may change them in any way. They are
-computed at the beginning of a step, for the changes after the last one, and at its end. Masks and tables that never
-change are written once.
+version before. The digests of all large buffers show that (see digests.py), so a script may change buffers in any way.
+The digests are computed at the beginning of a step, to find changes after the last step, and at the end of the step.
+Masks and tables that never change are written once.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ _DTYPE = torch.float32
 
 
 class LargeBuffers:
-    """The large buffers of this rank's model.
+    """The large buffers of this rank's model: hands them to the store as one slab, and loads them from it.
 
     Args:
         model: the model.
-        names: the names of the buffers in the model's state dict.
+        names: the names of the large buffers in the model's state dict.
         store: this rank's store.
         collectives: the collectives of this rank. All ranks must make this object at the same time.
 
     Attributes:
-        names: the names of the buffers that the store keeps. They are none if some rank's daemon is of a release that
-            does not know such entries, or if some rank has none.
+        names: the names of the buffers that the store keeps. There are none if the daemon of any rank is of a release
+            that cannot store large buffers, or if any rank has no large buffers.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], store: RankStore, collectives: Collectives) -> None:
@@ -62,16 +63,17 @@ class LargeBuffers:
         self._store = store
         self._rank = collectives.rank
         own = _packed(self._buffers()).numel() if self.names else 0
-        # The elements of each rank's slab.
+        # The number of elements of each rank's slab of large buffers, by rank.
         self._numels = collectives.gather_rows(torch.tensor([own]), "the sizes of large buffers").flatten().tolist()
         if not all(self._numels):
             self.names, self._numels = (), []
-        # The digests of the values that the store has, by name.
+        # The digest of the value that the store has of each large buffer, by the buffer's name. A buffer with another
+        # digest has changed, so it is written again.
         self._stored: Mapping[str, int] = {}
         self._has_other_form = False
 
     def to_parameters(self) -> list[pb.Parameter]:
-        """Return the entries of all ranks, for the declaration of the job."""
+        """Return an entry for each rank's slab, for the list of parameters in the declaration of the job."""
         return entries_of(self._numels)
 
     def to_groups(self) -> list[pb.ShardGroup]:
@@ -80,7 +82,10 @@ class LargeBuffers:
 
     @property
     def form(self) -> list[Any]:
-        """What tells layouts with other slabs apart; it is empty without slabs."""
+        """The sizes of all ranks' slabs, as a part of the job's layout; empty if there are no slabs.
+
+        Two runs whose slabs have different sizes therefore have different layouts.
+        """
         return [["large buffers", self._numels]] if self.names else []
 
     @property
@@ -88,12 +93,12 @@ class LargeBuffers:
         return SlabName(group=_group_name(self._rank, self._numels[self._rank]), kind=PARAM)
 
     def hand_over(self, step: int) -> None:
-        """Hand the buffers over for the uncommitted `step`. It can raise StoreError."""
+        """Hand the buffers' values over to the store as versions of the uncommitted `step`. It can raise StoreError."""
         if self.names:
             self._store.put(self._values(), step, self._values)
 
     def flush(self, step: int) -> None:
-        """Hand the buffers over for the uncommitted `step`, if they have changed since the last time.
+        """Do what `hand_over` does, if a buffer has changed since the store got the buffers last.
 
         It can raise StoreError.
         """
@@ -113,7 +118,10 @@ class LargeBuffers:
         self.note()
 
     def note(self) -> None:
-        """Note that the store has, or gets with the next commit, the values that the buffers have now."""
+        """Keep the digests of the buffers' values, so that `changed` finds later changes.
+
+        The caller has seen to it that the store has these values, or gets them with the next commit.
+        """
         self._stored = self._digests()
 
     def changed(self) -> set[str]:
@@ -125,7 +133,7 @@ class LargeBuffers:
         return bool(self.changed())
 
     def load(self) -> None:
-        """Give the buffers the values of the store's newest step. It can raise StoreError."""
+        """Read the slab of the store's newest step into the model's buffers. It can raise StoreError."""
         if not self.names:
             return
         with self._store.holding(self._store.acquire_read([self._slab], position=0)) as (leased,):
@@ -133,7 +141,7 @@ class LargeBuffers:
         self.take(found)
 
     def take(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give the buffers other values, as far as the model has them with the same shapes."""
+        """Copy `values` into the buffers of these names. Names or shapes that the model does not have are left out."""
         give_buffers(self._model, values)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -147,7 +155,7 @@ class LargeBuffers:
 
 
 def can_store(buffer: torch.Tensor) -> bool:
-    """Return whether a slab can have a buffer.
+    """Return whether `buffer` can be stored in a slab.
 
     Quantized, sparse and meta tensors have no plain bytes, and safetensors has no complex numbers of 16 bytes.
     """
@@ -161,7 +169,11 @@ def can_store(buffer: torch.Tensor) -> bool:
 
 
 def entries_of(numels: Iterable[int]) -> list[pb.Parameter]:
-    """Return the entries of all ranks for the declaration of a job, from the elements of each rank's slab."""
+    """Return an entry for the slab of each rank, for the declaration of a job.
+
+    Args:
+        numels: the number of elements of each rank's slab.
+    """
     return [
         pb.Parameter(fqn=name_buffers(rank), shape=[numel], dtype=WIRE_DTYPES[_DTYPE])
         for rank, numel in enumerate(numels)
@@ -170,19 +182,21 @@ def entries_of(numels: Iterable[int]) -> list[pb.Parameter]:
 
 def group_of(rank: int, numel: int) -> pb.ShardGroup:
     """Return the shard group of the slab of a rank, which has `numel` elements."""
-    # The values come from the rank's device or memory at each change, so the store needs no copy in host memory.
+    # Training never reads large buffers from the store; it only writes them when they have changed. So their tier is
+    # NVMe, and the store keeps no copy of them in host memory.
     kind = pb.KindSpec(kind=PARAM, dtype=WIRE_DTYPES[_DTYPE], placement=tiers.NVME)
     shard = pb.Shard(fqn=name_buffers(rank), numel=numel)
     return pb.ShardGroup(name=_group_name(rank, numel), numel=numel, shards=[shard], kinds=[kind])
 
 
 def planned_numel(buffers: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of elements of a slab with buffers like these, by name, which need have no values.
+    """Return the number of elements that `_packed` would return for these buffers, without reading their values.
 
-    It has to be that of `_packed`. It can raise KeyError: safetensors has no such dtype.
+    The buffers, by name, may be on the meta device. It can raise KeyError: safetensors has no such dtype.
     """
     header, end = dict[str, Any](), 0
-    # safetensors has the widest elements first, and within them the order of the names.
+    # The loop takes the buffers in the order in which safetensors puts them into a file: those with the widest elements
+    # first, and buffers of one width in the order of their names.
     for name, buffer in sorted(buffers.items(), key=lambda item: (-item[1].itemsize, item[0])):
         begin, end = end, end + buffer.nbytes
         empty = safetensors.torch.save({"": torch.empty(0, dtype=buffer.dtype, device=CPU)})
@@ -195,15 +209,15 @@ def planned_numel(buffers: Mapping[str, torch.Tensor]) -> int:
 
 
 def unpacked(words: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the buffers in the elements [n], fp32, of a slab, by name and on the CPU."""
+    """Return the buffers that a slab has, by name and on the CPU. `words` [n], fp32, are the slab's elements."""
     content = words.view(torch.uint8).numpy()
     length = int.from_bytes(content[:_LENGTH_BYTES].tobytes(), "little")
     return safetensors.torch.load(content[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
 
 
 def _packed(buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the elements [n], fp32, of a slab with these buffers."""
-    # Two buffers may share memory, which safetensors refuses.
+    """Return the content of a slab with these buffers, as fp32 elements [n]: the opposite of `unpacked`."""
+    # Each buffer is copied, because two buffers may share memory, which safetensors refuses.
     content = safetensors.torch.save({name: b.to(CPU, copy=True).contiguous() for name, b in buffers.items()})
     words = torch.zeros(_numel_of(len(content)), dtype=_DTYPE)
     target = words.view(torch.uint8).numpy()
@@ -213,7 +227,7 @@ def _packed(buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _numel_of(content_bytes: int) -> int:
-    """Return the number of elements of a slab with a file of this size."""
+    """Return the number of fp32 elements of a slab whose safetensors file has `content_bytes` bytes."""
     return round_up(-(-(_LENGTH_BYTES + content_bytes) // _DTYPE.itemsize), ELEMENT_ALIGNMENT)
 
 
@@ -224,7 +238,8 @@ def _group_name(rank: int, numel: int) -> str:
 def _digest(buffer: torch.Tensor) -> int:
     flat = buffer.contiguous().reshape(-1)
     if flat.device.type != CPU:
-        # A view may begin within a word.
+        # A buffer that is a view is copied, because a view may begin within a word of 4 bytes, and the digest on a
+        # device reads whole words.
         return int(digest_on_device(flat.clone() if flat.storage_offset() else flat))
     content = flat.view(torch.uint8).numpy().data
     return digest_on_host(content, [slice(None)])

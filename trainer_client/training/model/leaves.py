@@ -1,7 +1,7 @@
 """The leaves of a model: modules whose parameters the user wants gathered together, as DeepSpeed's stage 3 does.
 
-This module owns the mark of a leaf, and the ways in which leaves are chosen: by class, by name, by the end of the name.
-It must never choose units: unit_policy.py makes units of the leaves.
+This module owns the mark of a leaf, and the ways in which leaves are chosen: by class, by name, or by the end of the
+name. It must never choose units: unit_policy.py makes units of the leaves.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trainer_client.config.zero import ZeroSection
 log = logging.getLogger(__name__)
 
 ModuleClass: TypeAlias = type[nn.Module] | str
-"""A class of modules, its name, or its name with that of its Python module in front."""
+"""A class of modules, or its name, with or without the name of its Python module in front."""
 
-# The attribute of a module that is marked as a leaf. It has DeepSpeed's name, because Accelerate's users read it.
+# This attribute of a module marks the module as a leaf. It has DeepSpeed's name, because Accelerate's users read it.
 _LEAF = "_z3_leaf"
 
 
 def mark_leaf(module: nn.Module, flag: bool) -> None:
     """Mark a module as a leaf, or take the mark away. `find_units` makes each outermost leaf a unit, or a part of one.
 
-    The mark is no argument of a policy, because DeepSpeed's functions for it know the module and not the engine.
+    The mark is on the module itself, because DeepSpeed's functions that set it are given the module and no engine.
     """
     if flag:
         setattr(module, _LEAF, True)
@@ -48,10 +48,10 @@ def find_by_class(model: nn.Module, classes: Sequence[ModuleClass]) -> list[nn.M
 def find_by_name(
     model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool]
 ) -> tuple[list[nn.Module], list[str]]:
-    """Return the modules whose name fits a wanted one, and the wanted names that none fits.
+    """Return the modules whose name fits one of the wanted names, and the wanted names that no module fits.
 
     Args:
-        fits: whether a name of `model.named_modules()` fits a wanted name.
+        fits: called with a name of `model.named_modules()` and a wanted name; returns whether the name fits.
     """
     names = dict(model.named_modules())
     missing = [part for part in wanted if not any(fits(name, part) for name in names)]
@@ -59,7 +59,7 @@ def find_by_name(
 
 
 def mark_configured_leaves(model: nn.Module, section: ZeroSection) -> None:
-    """Mark the modules that `zero_optimization.leaf_module` of the config names. Other stages than 3 have no leaves."""
+    """Mark the modules that `zero_optimization.leaf_module` of the config names, at stage 3 only."""
     wanted = section.leaf_module
     if section.stage < 3:
         return

@@ -1,4 +1,4 @@
-"""The engine to which a parameter belongs, for functions that get a parameter and no engine.
+"""The engine to which a parameter belongs, for functions that are given a parameter and no engine.
 
 This module owns the mark on each parameter. It must never keep an engine alive: the mark is a weak reference.
 """
@@ -28,7 +28,7 @@ def disown(parameters: Iterable[ModelParameter]) -> None:
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter belongs to an owner, which may have been garbage-collected since."""
+    """Return whether a parameter has an owner, also if the owner was garbage-collected meanwhile."""
     return hasattr(parameter, _OWNER)
 
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's `engine.optimizer.parameter_offload`, which programs take apart before they generate at stage 3.
+"""DeepSpeed's `engine.optimizer.parameter_offload`, whose hooks programs remove before they generate text at stage 3.
 
-TRL gathers all parameters, removes the hooks of this object, generates, and has them registered again. The hooks of the
-engine need not go for that, because they gather nothing that is gathered already. This module owns the names. It must
-never touch the engine's hooks.
+TRL gathers all parameters, removes the hooks of this object, generates, and registers the hooks again. The engine's own
+hooks can stay meanwhile, because they do not gather units that are gathered already. This module owns the names that
+such programs use. It must never touch the engine's hooks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer_client.training.model.registered import show_external
 
 
 class ParameterOffload:
-    """What an engine at stage 3 shows under the name of DeepSpeed's part that gathers parameters.
+    """The object that an engine at stage 3 has in place of DeepSpeed's object that gathers parameters.
 
     Attributes:
         module: the model. Each of its modules has the method `ds_external_parameters`, and each parameter has the set
@@ -24,7 +24,7 @@ class ParameterOffload:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Give the model's modules and parameters DeepSpeed's names."""
+        """Give the modules `ds_external_parameters`, and the parameters an empty set `ds_active_sub_modules`."""
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
@@ -33,4 +33,4 @@ class ParameterOffload:
             vars(parameter)["ds_active_sub_modules"] = set()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Return at once, because the engine's hooks have stayed where they are."""
+        """Do nothing where DeepSpeed registers its hooks again, because the engine's hooks were never removed."""

@@ -1,4 +1,4 @@
-"""The list of a model's parameters, and what autograd has to know when their values change.
+"""The list of a model's parameters, and the note for autograd that their values have changed.
 
 This module owns the rule which parameters the store can hold.
 """
@@ -13,7 +13,8 @@ from torch import nn
 
 from trainer_client.errors import ConfigError
 
-# The name by which the module that torch.compile(module) returns has the module.
+# torch.compile(module) returns a module that keeps the original module in the attribute of this name. A parameter with
+# this name in its FQN is refused, because the model itself does not have that FQN.
 _COMPILED = "_orig_mod"
 
 
@@ -22,12 +23,15 @@ class ModelParameter:
     """A parameter of the model, or a tile of one: some of its rows, which are a tensor of their own; see tile.py.
 
     Attributes:
-        index: its number in the model's order, which includes frozen parameters. A tile has that of its parameter.
-        fqn: its fully qualified name, as in `named_parameters()`. A tile has that of its parameter.
-        tensor: the parameter itself. It keeps its shape while it is released, but has no memory then.
-        shape: its shape.
+        index: the number of the parameter in the model's order, frozen parameters included. A tile has the number of
+            its parameter.
+        fqn: the fully qualified name of the parameter, as in `named_parameters()`. A tile has the name of its
+            parameter.
+        tensor: the parameter itself, or the tensor of the tile. While it is released, it keeps its shape, but has no
+            memory.
+        shape: the shape of `tensor`.
         first: the first element of the tile in the flattened parameter; 0 for a parameter.
-        tile_of: the parameter that this is a tile of; None if it is a parameter.
+        tile_of: the parameter of which this is a tile; None if this is a whole parameter.
     """
 
     index: int
@@ -39,7 +43,7 @@ class ModelParameter:
 
     @property
     def whole(self) -> ModelParameter:
-        """The parameter that this is a tile of, or this parameter itself."""
+        """The parameter of which this is a tile, or this parameter itself."""
         return self.tile_of or self
 
     @property
@@ -69,9 +73,10 @@ def list_parameters(model: nn.Module) -> list[ModelParameter]:
 
 
 def note_new_values(parameters: Iterable[ModelParameter]) -> None:
-    """Have autograd refuse the backward of what was computed with the former values of the parameters.
+    """Have autograd refuse the backward of a computation with the former values of the parameters.
 
-    It refuses that by itself if a tensor is changed in place, as by torch's optimizers. But these values change in the
-    store, and in flat buffers, which do not share the version counters of the parameters.
+    Autograd does so by itself if a parameter is changed in place, as torch's optimizers do. Here, the values change in
+    the store and in flat buffers, which do not share the version counters of the parameters. So this function
+    increments these counters.
     """
     torch.autograd.graph.increment_version([parameter.tensor for parameter in parameters])

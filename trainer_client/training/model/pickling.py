@@ -1,11 +1,11 @@
-"""What `torch.save`, `pickle` and `copy` make of an engine's model: a plain model, which needs no engine and no store.
+"""The pickling of an engine's model: `torch.save`, `pickle` and `copy` make a plain model, without engine and store.
 
-This module owns how the model's modules and parameters are pickled, and the memory of the tensors in their state dicts.
-It must never change the model itself.
+This module owns how the model's modules and parameters are pickled, and the storages of the tensors in their state
+dicts. It must never change the model itself.
 
-[Note: storages of parameters] The parameters of a flat group share the storage of its flat buffer. `torch.save` would
-write all of that for one of them, and `safetensors.torch.save_model` refuses tied parameters none of which fills its
-storage. So what is saved are tensors over the same memory, with a storage of their own.
+[Note: storages of parameters] The parameters of a flat group share the storage of its flat buffer. For one of these
+parameters, `torch.save` would write the whole storage. `safetensors.torch.save_model` refuses tied parameters if none
+of them fills its storage. So each saved tensor has a storage of its own, over the parameter's part of the same memory.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from trainer_client.training.model.released import ReleasedParameter
 from trainer_client.training.model.stand_in import StandIn, is_own_hook, only_for
 from trainer_client.training.model.taken_gradients import own_class
 
-# pickle and copy look for this method at the object first, and then at its class.
+# pickle and copy look for the method `__reduce_ex__` at the object first, and then at the object's class. So an
+# attribute of this name replaces the method for one module or parameter alone.
 _REDUCE = "__reduce_ex__"
-# The devices of which DLPack makes a tensor with a storage of its own.
+# The types of devices on which DLPack can make a second tensor over a tensor's memory, with a storage of its own. On
+# other devices the tensor is copied.
 _WITH_DLPACK = frozenset({"cpu", "cuda"})
 
 
 class PlainPickles:
-    """The ways in which one model is pickled, until `remove`."""
+    """Has `pickle`, `torch.save` and `copy` make a plain torch module of an engine's model, until `remove`."""
 
     def __init__(self, model: nn.Module, *, is_sharded: bool) -> None:
         """Have the modules and parameters of a model pickled as those of a plain model.
 
         Args:
-            is_sharded: whether the parameters are released after each use, so that state dicts have copies of them.
+            is_sharded: whether the parameters are released after each use. The state dicts of such a model have copies
+                of parameters, which need no storages of their own.
         """
         self._modules = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
         self._parameters = dict(model.named_parameters())
@@ -48,7 +51,7 @@ class PlainPickles:
         self._hooks = [] if is_sharded else [each.register_state_dict_post_hook(hook) for each in self._modules]
 
     def remove(self) -> None:
-        """Have all of it pickled as torch does it; idempotent."""
+        """Have torch pickle the modules and parameters in its own way again; idempotent."""
         for owner in (*self._modules, *self._parameters.values()):
             vars(owner).pop(_REDUCE, None)
         for handle in self._hooks:
@@ -56,7 +59,7 @@ class PlainPickles:
 
 
 def _reduce_module(module: nn.Module, protocol: int) -> Any:
-    """Return what pickle needs to make the module again, without what the engine has put into it."""
+    """Return what pickle needs to make the module again, without the attributes and hooks of the engine."""
     reduced = type(module).__reduce_ex__(module, protocol)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
@@ -95,8 +98,8 @@ def _is_of_engine(name: str) -> bool:
 def _give_own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
     """Give the parameters in a module's state dict storages of their own, over the same memory.
 
-    Tied names share one, so that files have their values once. torch calls this for each module within the module, too,
-    whose names have a prefix.
+    Tied names share one storage, so that a file has their values once. torch also calls this hook for each module
+    within the module, with a prefix. Such calls do nothing, because the call for the outermost module does it all.
     """
     if prefix:
         return
@@ -110,7 +113,7 @@ def _give_own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage is no larger than the tensor, where torch can make one."""
+    """Return a tensor over the same memory with a storage of its own size. If torch cannot make it, return `tensor`."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.device.type not in _WITH_DLPACK:
         return tensor
     alias: torch.Tensor = torch.from_dlpack(tensor)  # type: ignore[attr-defined]

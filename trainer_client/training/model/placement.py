@@ -1,12 +1,12 @@
-"""The placement of each flat group's state: the policy that the config asks for, and its assignment to groups.
+"""The placement of each flat group's state: which of the homes device, host and NVMe each kind of state has.
 
-Pure functions of the config and of sizes, so every rank computes the same assignment. This module must never move a
-byte.
+The functions are pure functions of the config and of sizes, so every rank computes the same placement. This module must
+never move a byte.
 
-[Note: three kinds of state] *Parameters* are what forward and backward compute with. *Gradients* are this rank's
-reduced part between two micro-batches. *Optimizer* means the optimizer's states and the fp32 master weight. An fp32
-parameter is its own master weight, and lives where the parameters do. The store has every job whole, whatever the
-placement: state that lives on the device is put into the store when a step is committed.
+[Note: three kinds of state] *Parameters* are the values with which forward and backward compute. *Gradients* are this
+rank's part of the reduced gradients between two micro-batches. *Optimizer* means the optimizer's states and the fp32
+master weight. An fp32 parameter is its own master weight, and its home is that of the parameters. With any placement,
+the store has the whole job: state that lives on the device is put into the store when a step is committed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_client.errors import ConfigError
 
 
 class Residence(enum.Enum):
-    """The part of a group that a rank keeps, by ZeRO stage."""
+    """The part of a flat group's parameters and states that each rank keeps all the time; the ZeRO stage says which."""
 
     SHARDED = enum.auto()
     """Stage 3: a rank has the whole parameters on its device only while their unit is in use."""
@@ -45,7 +45,7 @@ class GroupPlacement:
     optimizer: Home
 
 
-# The fraction of the bytes that each home gets; the fractions sum to 1.
+# The homes of one kind of state, with the fraction of the state's bytes that each home gets. The fractions sum to 1.
 Shares = Mapping[Home, float]
 
 _ALL_ON_DEVICE: Shares = {Home.DEVICE: 1.0}
@@ -55,13 +55,14 @@ _RESIDENCES = (Residence.REPLICATED, Residence.RESIDENT, Residence.RESIDENT, Res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPolicy:
-    """The placement that the config asks for.
+    """The placement that the config asks for, which `assign` turns into a placement of each flat group.
 
     Attributes:
         residence: the part of a group that a rank keeps, by ZeRO stage.
-        parameters: the shares of the homes of parameters.
-        gradients: those of gradients; None: on the device if the group's optimizer state is there, else in host memory.
-        optimizer: those of optimizer states.
+        parameters: the fractions of the parameters' bytes, by home.
+        gradients: the fractions of the gradients' bytes, by home. None: gradients of a group are on the device if its
+            optimizer states are, else in host memory.
+        optimizer: the fractions of the optimizer states' bytes, by home.
     """
 
     residence: Residence
@@ -74,11 +75,13 @@ class PlacementPolicy:
         """Return the policy of a config.
 
         Raises:
-            ConfigError: the ZeRO stage, or this version, does not support the placement.
+            ConfigError: the config gives a placement twice, its fractions do not sum to 1, or the ZeRO stage does not
+                support it.
         """
         zero, section = config.zero_optimization, config.paramserver.placement
         parameters, optimizer = _ALL_ON_DEVICE, _ALL_ON_DEVICE
-        # An offload that the stage does not have is ignored, as in DeepSpeed; config/log_lines.py has a line about it.
+        # An offload section of the config that the ZeRO stage does not support is ignored, as in DeepSpeed.
+        # config/log_lines.py makes a line for the log about each section that is ignored.
         if zero.offload_param is not None and zero.stage == 3:
             parameters = {_DEEPSPEED_HOMES[zero.offload_param.device]: 1.0}
         if (offload := zero.offload_optimizer) is not None and zero.stage >= 1:
@@ -119,8 +122,8 @@ class PlacementPolicy:
 def spread(shares: Shares, sizes: Sequence[int]) -> list[Home]:
     """Return a home for each item, given the items' sizes.
 
-    Each item goes to the home that lacks most of its share so far. So after every item, each home has its share of the
-    items until then, as nearly as whole items allow.
+    Each item goes to the home that lacks the most bytes of its share so far. So after every item, the bytes of each
+    home are as near to its share as whole items allow.
     """
     homes = []
     total = 0

@@ -1,9 +1,9 @@
-"""What a model's files have besides the tensors of the store: further names of tied parameters, buffers, adapters.
+"""The plain state: what a file of the model has besides the stored parameters, such as names of tied ones and buffers.
 
-A store has no part of a parameter without elements, so these are here, too.
+It also has the configs of adapters, and the parameters without elements, of which the store has no bytes.
 
-Each commit carries it in its client state, so that a step can be exported from the store alone. This module must never
-keep a copy of a buffer: each commit has the values of its own moment.
+Each commit carries the plain state in its client state, so that a step can be exported from the store alone. This
+module must never keep a copy of a buffer, because each commit has the values at the moment of the commit.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch import nn
 
 from trainer_client.training.model.parameters import ModelParameter
 
-# The most bytes of buffers in the client state of a commit, which may have 2 MiB (paramserver/rpc/convert.py), as text,
-# and the user's values need room in it, too. Larger buffers are in slabs, see large_buffers.py.
+# The most bytes of the model's buffers in the client state of a commit. A client state may have 2 MiB of text
+# (paramserver/rpc/convert.py), and also has the user's values. A model with more bytes of buffers keeps the larger ones
+# in slabs; see large_buffers.py.
 MAX_BUFFER_BYTES = 256 << 10
 # The end of the name that torch gives a module's extra state in a state dict.
 _EXTRA_STATE = "_extra_state"
 
 
 class PlainState:
-    """The names and buffers of one model.
+    """Makes the plain state of one model for each commit: names of tied parameters, buffers and configs of adapters.
 
     Args:
         model: the model.
@@ -44,7 +45,8 @@ class PlainState:
         known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._aliases: dict[str, str] = {}
         self._buffers: list[str] = []
-        # Entries that a module adds to its state dict by itself, as `get_extra_state` does.
+        # The names of the entries of the model's state dict that are no parameters and no buffers: a module adds them
+        # by itself, for example by `get_extra_state`.
         self._foreign: list[str] = []
         self._adapters = _adapter_configs(model)
         for name, entry in model.state_dict(keep_vars=True).items():
@@ -56,11 +58,13 @@ class PlainState:
 
     @property
     def names(self) -> list[str]:
-        """The names of the entries of a plain state dict that are no parameters: buffers, and what modules add."""
+        """The names of entries of a plain state dict that are no parameters: buffers, and entries that modules add."""
         return [*self._buffers, *self._foreign]
 
     def larger_buffers(self, committed: Container[str]) -> dict[str, torch.Tensor]:
-        """Return the buffers of a plain state dict that a commit has no room for, by name. They are no copies.
+        """Return the buffers that are too large for the client state of a commit, by name and not copied.
+
+        LargeBuffers stores them in a slab, and a checkpoint writes them beside the buffers of the commit.
 
         Quantized and meta tensors are left out, because they have no plain bytes.
 
@@ -71,13 +75,14 @@ class PlainState:
         return {name: buffer for name, buffer in buffers.items() if not buffer.is_quantized and not buffer.is_meta}
 
     def to_commit(self) -> dict[str, Any]:
-        """Return what a commit carries.
+        """Return the plain state for the client state of a commit.
 
         Returns:
-            "aliases": the stored name of each further name of a parameter; "buffers": the values of the buffers that a
-            plain state dict has, by name, as long as all together have at most MAX_BUFFER_BYTES; "left_out": the names
-            of all other entries of the state dict that have no slab either; "adapters": the configs of peft's adapters
-            in JSON, by name; "empty": the parameters without elements, by name, in the model's order.
+            "aliases": for each further name of a tied parameter, the name under which the store has the parameter;
+            "buffers": the values of buffers, by name, in the order of the state dict as long as they fit into
+            MAX_BUFFER_BYTES together; "left_out": the names of all other entries of the state dict that are not
+            parameters and have no slab; "adapters": the configs of peft's adapters in JSON, by name; "empty": the
+            parameters without elements, by name, in the model's order.
         """
         buffers: dict[str, torch.Tensor] = {}
         left_out = list(self._foreign)
@@ -103,7 +108,7 @@ class PlainState:
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have a `get_extra_state`, by the names of their extra states in the model's state dict.
 
-    A module that the model has under several names has as many extra states there.
+    If the model has a module under several names, the module is in the result once for each name.
     """
     return {
         f"{fqn}.{_EXTRA_STATE}" if fqn else _EXTRA_STATE: module
@@ -117,7 +122,8 @@ def _adapter_configs(model: nn.Module) -> dict[str, str]:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping):
         return {}
-    # peft writes sets as lists, and its enumerations are strings.
+    # A set in a config of peft is written as a sorted list, as peft does. The enumerations in a config are strings, so
+    # json can write them.
     return {
         name: json.dumps({**config.to_dict(), "inference_mode": True}, default=sorted, indent=2, sort_keys=True)
         for name, config in configs.items()

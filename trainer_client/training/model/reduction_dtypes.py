@@ -1,7 +1,7 @@
 """Which parameters' gradients are added up over the ranks in the dtype of autocast.
 
-This module owns the mark of such a parameter. The mark has the name that DeepSpeed's mark has, so that a script finds
-it there. This module must never change a value: step/gradients.py reduces.
+This module owns the mark of such a parameter: an attribute with the same name as DeepSpeed's, because scripts read it.
+This module must never change a value: step/gradients.py reduces the gradients.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MARK = "comm_dtype"
 
 
 def mark_reduction_dtypes(model: nn.Module, dtype: torch.dtype | None, classes: Iterable[str]) -> None:
-    """Mark the parameters of the modules that are of one of the classes, and take all other marks of the model away.
+    """Mark the parameters of modules of the given classes, and take all other marks of the model away.
 
     Args:
-        dtype: the dtype in which their gradients are added up; None: none is marked.
-        classes: names of classes with the Python module in front, as "torch.nn.Linear". A class that is derived from
-            one of them does not count, as with DeepSpeed.
+        dtype: the dtype in which the gradients of these parameters are added up; None: no parameter is marked.
+        classes: names of classes with the Python module in front, as "torch.nn.Linear". As with DeepSpeed, modules of
+            derived classes are not marked.
 
     Raises:
         ConfigError: there is no such class in this process.
@@ -46,7 +46,7 @@ def marked_dtype(parameter: torch.Tensor) -> torch.dtype | None:
 
 
 def _find(name: str) -> type:
-    """Return a class by its name. The modules of a model are imported already, so nothing is imported for it."""
+    """Return a class by its name. Nothing is imported, because the modules of a model are imported already."""
     place, _, attribute = name.rpartition(".")
     found = getattr(sys.modules.get(place), attribute, None)
     if not isinstance(found, type):

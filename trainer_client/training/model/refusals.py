@@ -1,9 +1,10 @@
-"""The model's own calls that would not reach the store: all but `zero_grad` are refused.
+"""Methods of the model that would bypass the store: `load_state_dict`, `state_dict`, conversions and `zero_grad`.
 
-They read, set or replace stale tensors.
+They would read, set or replace tensors that the engine does not train. All of them but `zero_grad` are refused, and
+`zero_grad` drops the engine's gradients.
 
-This module owns the hooks on the model that refuse, and what stands in for its methods. It must never read or change a
-parameter, except for copies of gathered ones.
+This module owns the hooks on the model that refuse calls, and the functions that replace its methods. It must never
+read or change a parameter, except for copies of gathered parameters.
 """
 
 from __future__ import annotations
@@ -20,24 +21,30 @@ from torch.utils.hooks import RemovableHandle
 from trainer_client.training.model.released import ReleasedParameter
 from trainer_client.training.model.stand_in import StandIn, only_for
 
-# The method of a module that `to`, `half`, `cuda` and the like call for it and for each module in it.
+# The name of the method that `to`, `half`, `cuda` and similar methods of a module call for the module and for each
+# module in it. The engine replaces this method in each module, so all these conversions are refused.
 _CONVERSION = "_apply"
-# The method of the model that drops gradients.
+# The name of the model's method that drops its gradients. It is replaced by one that drops the gradients of the engine.
 _DROP = "zero_grad"
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class ModelRefusals:
-    """The refusals of one model. A copy of the model refuses nothing."""
+    """Has methods of one model raise an error while an engine trains it, such as `load_state_dict` and `half`.
+
+    A copy of the model refuses nothing.
+    """
 
     def __init__(self, module: nn.Module, *, is_sharded: bool) -> None:
         """Refuse `load_state_dict`, conversions and, if parameters are sharded, `state_dict`, until `remove`."""
         self._parameters = {id(parameter) for parameter in module.parameters()}
-        # The parameters that may be loaded, because their values go to the store afterwards.
+        # The ids of the parameters that `load_state_dict` may load now. Outside of `allow_load` there are none, because
+        # a value that is loaded into the model alone would not reach the store.
         self._loadable: frozenset[int] = frozenset()
         self._allows_empty = False
-        # torch allows no hook on a scripted module; that of the module around it notices a load of both.
+        # torch allows no hook on a scripted module, so scripted modules get none. The hook of the module around a
+        # scripted module refuses a load of both.
         self._modules = [each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)]
         for each in self._modules:
             vars(each)[_CONVERSION] = StandIn(each._apply, partial(refuse_conversion, each))
@@ -55,7 +62,7 @@ class ModelRefusals:
             vars(model)[_DROP] = StandIn(model.zero_grad, drop)
 
     def remove(self) -> None:
-        """Refuse nothing from now on."""
+        """Let all methods of the model be called from now on, because the engine has no use of the model any more."""
         self.allow_changes()
         for handle in self._of_reading:
             handle.remove()
@@ -100,7 +107,8 @@ class ModelRefusals:
     ) -> None:
         """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store.
 
-        torch calls this for the module, and then for each module in it, before it copies values into that.
+        torch calls this hook for the module and then for each module in it, each time before it copies values into that
+        module.
         """
         named = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
         loaded = {id(parameter) for name, parameter in named if name in state_dict} & self._parameters
@@ -114,13 +122,13 @@ class ModelRefusals:
 
 
 def refuse_conversion(module: ModuleT, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ModuleT:
-    """Stand in for `module._apply`: return the module if `fn` would change no tensor of it, and refuse it if it would.
+    """Take the place of `module._apply`: return the module if `fn` would change no tensor of it, else raise an error.
 
-    torch would give the parameters other memory than the engine trains.
+    The error is needed, because torch would give the parameters other memory than the engine trains.
 
     Args:
         fn: converts a tensor, as `to`, `half` or `cuda` make it.
-        recurse: whether the modules in the module are meant, too.
+        recurse: whether the tensors of the modules within the module are checked, too.
 
     Raises:
         RuntimeError: `fn` gives tensors another device or dtype than the config has given them.
@@ -143,7 +151,8 @@ def find_conversion(
 
     Args:
         fn: converts a tensor, as `to`, `half` or `cuda` of a module make it.
-        device: the device of the values of all tensors, which may be released; None: each tensor is where it says.
+        device: the device on which the values of all tensors are or will be, also of released ones; None: the device of
+            each tensor itself.
 
     Returns:
         Two texts for an error, which say what the tensor is and what it would become, such as "torch.float32 on cpu"

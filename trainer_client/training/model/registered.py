@@ -1,4 +1,6 @@
-"""The parameters of other modules that a module's forward uses, as the user registered them before `initialize`.
+"""External parameters of modules, as the user has registered them before `initialize`.
+
+An external parameter of a module is a parameter of another module that the module's forward uses.
 
 This module owns the list on each module, and DeepSpeed's method that reads it. It must never gather anything.
 """
@@ -10,12 +12,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-# The attribute of a module with the parameters that are registered for it.
+# The name of the attribute in which a module keeps the list of parameters that the user has registered for the module
+# as external parameters.
 _EXTERNAL = "_paramserver_external"
 
 
 def registered_for(module: nn.Module) -> list[nn.Parameter]:
-    """Return the list of parameters that are registered for a module, to read and to change."""
+    """Return the list of parameters that are registered for a module. The caller may change the list."""
     known: list[nn.Parameter] = vars(module).setdefault(_EXTERNAL, [])
     return known
 
@@ -38,6 +41,6 @@ def show_external(model: nn.Module) -> None:
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
-    """Yield the parameters that are registered for a module, each after DeepSpeed's number of it."""
+    """Yield the parameters that are registered for a module, each with the number that DeepSpeed gives it (`ds_id`)."""
     for parameter in getattr(module, _EXTERNAL, ()):
         yield id(parameter), parameter

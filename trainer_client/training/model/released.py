@@ -1,11 +1,12 @@
-"""Released parameters: they keep shape and dtype but have no values, and a function that needs the values is noticed.
+"""Released parameters: they keep shape and dtype but have no values, and a call that needs the values is intercepted.
 
-This module owns the behaviour of a released parameter as an argument of torch's functions. It must never let its values
-be read as if it had some.
+This module owns the behaviour of a released parameter as an argument of torch's functions. It must never let a function
+read values of a released parameter.
 
 [Note: the class of a released parameter] torch calls `__torch_function__` of an argument's class. A parameter therefore
-has the class `ReleasedParameter` while it is released, and its own class while it is gathered, so that it costs nothing
-then. torch does the same with the uninitialised parameters of lazy modules (`UninitializedTensorMixin.materialize`).
+has the class `ReleasedParameter` while it is released, and its own class while it is gathered. So a use of a gathered
+parameter costs nothing more. torch also changes the class of the uninitialised parameters of lazy modules
+(`UninitializedTensorMixin.materialize`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from trainer_client.training.model.availability import UnavailableParameter, ZeroParamStatus, show_status
 from trainer_client.training.model.taken_gradients import require_gradient
 
-# The attributes of a tensor that return its values or views of its values. All other attributes of a released parameter
-# can be read.
+# The attributes of a tensor that return its values or views of its values. Reading one of them is a use of a released
+# parameter. All other attributes can be read without the values.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 _METADATA = frozenset(
@@ -52,8 +53,9 @@ _METADATA = frozenset(
 )
 
 
-# A hook on the gradient of a parameter to which autograd gives none would never be called. `torch.autograd.grad` takes
-# a parameter for its place in the graph, and not for its values.
+# Functions that need a parameter's place in autograd's graph, and not its values, so a released parameter allows them.
+# But if autograd never gives the parameter a gradient, because it is tiled, these functions are refused: their hooks
+# would never be called.
 _FOR_GRADIENTS = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad}
 )
@@ -64,11 +66,11 @@ OnAccess: TypeAlias = Callable[[str], AbstractContextManager[Callable[[Any], Non
 
 @dataclass(frozen=True, slots=True)
 class _Original:
-    """What a parameter was before its release.
+    """What a `ReleasedParameter` keeps, so that `restore` and uses of its values are possible.
 
     Attributes:
-        cls: its class.
-        on_access: the callback for a use of its values.
+        cls: the class that the parameter had before its release.
+        on_access: called before a function of torch uses the parameter's values; see `release`.
         has_gradient: whether autograd gives the parameter gradients.
     """
 
@@ -78,7 +80,7 @@ class _Original:
 
 
 class ReleasedParameter(UnavailableParameter):
-    """A parameter without values. A function of torch that needs them first lets `on_access` gather them, or fails."""
+    """A parameter without values. If a function of torch needs them, `on_access` first gathers them, or raises."""
 
     _paramserver_original: _Original
 
@@ -96,7 +98,8 @@ class ReleasedParameter(UnavailableParameter):
         with ExitStack() as reads:
             checks = []
             for argument in tree_leaves((args, kwargs)):
-                # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
+                # Each argument's class is checked only when its turn comes, because gathering one parameter gathers its
+                # whole unit, and parameters that are gathered are no ReleasedParameter any more.
                 if isinstance(argument, ReleasedParameter):
                     read = argument._paramserver_original.on_access(name)
                     if read is not None:
@@ -110,7 +113,7 @@ class ReleasedParameter(UnavailableParameter):
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, format_spec: str) -> str:
-        """Return what `repr` returns, because there is no number to format."""
+        """Return what `repr` returns, because a released parameter has no number that could be formatted."""
         return format(repr(self), format_spec)
 
 
@@ -127,9 +130,10 @@ def release(parameter: nn.Parameter, on_access: OnAccess, *, has_gradient: bool 
     """Make the parameter a `ReleasedParameter`; idempotent.
 
     Before a function of torch gets the parameter's values, `on_access` is called with the function's name. It has to
-    call `restore` with the parameter, or raise. For a use that ends with the function it returns a context around the
-    call, whose value is called with the result and may raise. Without `has_gradient`, this is so for hooks on its
-    gradient, too.
+    call `restore` with the parameter, or raise an error. If the values are needed for this one call of the function
+    only, `on_access` may return a context. The context is entered around the call, and gives a function that is called
+    with the result and may raise an error. If `has_gradient` is False, `on_access` is also called for functions that
+    ask for the parameter's gradient, such as hooks on it.
     """
     if not isinstance(parameter, ReleasedParameter):
         show_status(parameter, ZeroParamStatus.AVAILABLE)

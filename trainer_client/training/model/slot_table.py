@@ -1,14 +1,14 @@
 """The slot table of a flat buffer: where each parameter lies, and which partition each rank owns.
 
-All of this follows from sizes, so the module owns nothing.
+A slot table follows from the parameters' sizes and the number of ranks, so the module owns nothing.
 
 [Note: flat groups] The parameters of a unit that share compute dtype and requires_grad lie in one flat buffer, each
 starting at a multiple of 16 elements. The buffer is padded so that it divides into `world_size` partitions of n
-elements each, where n is a multiple of 16; rank r owns elements [r * n, (r + 1) * n). An all-gather of the partitions
-therefore *is* the flat buffer, and no copy-out follows. The 16 comes from torch's fused CPU AdamW, which rounds the
-last `numel % 16` elements of a call differently: with every cut at a multiple of 16, any number of ranks gives the same
-bits. Large partitions are whole pages, so that each can be mapped to its place in the flat buffer (see flat_memory.py).
-That takes at most 0.4 % of padding.
+elements each, where n is a multiple of 16; rank r owns elements [r * n, (r + 1) * n). The result of an all-gather of
+the partitions is therefore the flat buffer itself, and no copy follows. The 16 comes from torch's fused CPU AdamW,
+which rounds the last `numel % 16` elements of a call differently. Because every cut is at a multiple of 16, any number
+of ranks gives the same bits. A large partition is padded to whole pages, so that it can be mapped to its place in the
+flat buffer (see flat_memory.py). This padding takes at most 0.4 %.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from paramserver.contract.limits import ELEMENT_ALIGNMENT
 from trainer_client.base.alignment import round_up
 
-# PAGE_ELEMENTS fill whole pages of 4 KiB: one with 16-bit elements, two with 32-bit ones. A partition of at least
-# PAGED_PARTITION elements is rounded up to a multiple of PAGE_ELEMENTS.
+# PAGE_ELEMENTS elements fill whole pages of 4 KiB: one page with 16-bit elements, two pages with 32-bit elements. A
+# partition of at least PAGED_PARTITION elements is rounded up to a multiple of PAGE_ELEMENTS, so that it can be mapped
+# instead of copied.
 PAGE_ELEMENTS = 2048
 PAGED_PARTITION = 256 * PAGE_ELEMENTS
 
@@ -30,8 +31,8 @@ class Slot:
     """The place of a parameter, or of a tile of one, in the flat buffer.
 
     Attributes:
-        offset: its first element in the flat buffer.
-        numel: how many elements it has.
+        offset: the position of the slot's first element in the flat buffer.
+        numel: how many elements the slot has.
         first: the element of the flattened parameter that lies at `offset`; 0 except for a tile.
     """
 
@@ -41,7 +42,9 @@ class Slot:
     first: int = 0
 
     def first_gap(self, held: Iterable[tuple[int, int]]) -> int | None:
-        """Return the first of its elements that no range has, as an element of the parameter; None if all are there.
+        """Return the first element of the slot that is in no range of `held`; None if the ranges have all elements.
+
+        The result is an index of the flattened parameter.
 
         Args:
             held: ranges of the flattened parameter, as (first element, number of elements).
@@ -74,7 +77,7 @@ class ShardRange:
 
     @property
     def in_partition(self) -> slice:
-        """The elements of the partition that the part has."""
+        """The range of the partition in which the part lies, in elements."""
         return slice(self.partition_offset, self.partition_offset + self.numel)
 
 
@@ -102,7 +105,7 @@ class SlotTable:
         return rank * self.partition_numel, (rank + 1) * self.partition_numel
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
-        """Return the parts of parameters in a rank's partition, in the order of their positions."""
+        """Return the parts of parameters that lie in a rank's partition, in the order in which they lie there."""
         start, stop = self.partition_range(rank)
         shards = []
         for index, slot in enumerate(self.slots):
@@ -121,7 +124,7 @@ class SlotTable:
         return tuple(shards)
 
     def whole(self) -> tuple[ShardRange, ...]:
-        """Return all parameters as ranges of one partition, the whole flat buffer."""
+        """Return one part for each parameter, with its position in the flat buffer, as if there were one rank alone."""
         return tuple(
             ShardRange(slot=index, fqn=slot.fqn, offset=slot.first, numel=slot.numel, partition_offset=slot.offset)
             for index, slot in enumerate(self.slots)
@@ -135,14 +138,15 @@ def make_slot_table(
     """Lay out parameters, given as (FQN, number of elements), one after the other; see [Note: flat groups].
 
     Args:
-        firsts: for each of them the first element of the flattened parameter, if some are tiles; None: all are 0.
+        firsts: for each parameter 0, and for each tile its first element in the flattened parameter; None: all are 0.
     """
     slots = []
     offset = 0
     for (fqn, numel), first in zip(sizes, firsts or [0] * len(sizes), strict=True):
         slots.append(Slot(fqn=fqn, offset=offset, numel=numel, first=first))
         offset += round_up(numel, ELEMENT_ALIGNMENT)
-    # A partition has at least ELEMENT_ALIGNMENT elements, because a unit may have only parameters without elements.
+    # A partition has at least ELEMENT_ALIGNMENT elements, so a flat group whose parameters have no elements has a
+    # partition, too.
     partition_numel = max(round_up(offset, ELEMENT_ALIGNMENT * world_size) // world_size, ELEMENT_ALIGNMENT)
     if world_size > 1 and partition_numel >= PAGED_PARTITION:
         partition_numel = round_up(partition_numel, PAGE_ELEMENTS)

@@ -1,11 +1,12 @@
-"""Functions that are in the place of a method of a module, or are its hooks, and do not act for a copy of the module.
+"""Functions that replace a method of a module, or are its hooks, and that have no effect on a copy of the module.
 
-This module owns what becomes of them when `copy.deepcopy` copies the module, and how they are known when the module is
-pickled. It must never know what they do.
+This module owns what becomes of such a function when `copy.deepcopy` copies the module, and how it is recognised when
+the module is pickled. It must never know what the functions do.
 
-[Note: copies of a model] `copy.deepcopy` copies hooks and other attributes of modules. Of a function it takes the
-function itself, which would go on to act for the module that was copied; of a method, what it is bound to as well. A
-copy of an engine's model, as an average of its weights is kept in one, has nothing to do with the engine.
+[Note: copies of a model] `copy.deepcopy` copies hooks and other attributes of modules. It does not copy a function, so
+a hook of the copy would go on to act for the module that was copied. Of a bound method it copies the object to which
+the method is bound, so an engine would be copied, too. But a copy of an engine's model, for example one that keeps an
+average of the weights, must have nothing to do with the engine.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from typing import Any
 
 from torch import nn
 
-# The attribute of hooks by which they are known. A function that wraps one (functools.wraps) has it, too.
+# The name of the attribute that marks a function as a hook of this library, for `is_own_hook`. functools.wraps copies
+# the attribute to a function that wraps a hook, so the wrapper is recognised, too.
 _OWN = "_paramserver_hook"
 
 
 class StandIn:
-    """A function in the place of a method, as an attribute of the module. A copy of the module has the method itself.
+    """A function that replaces a method of a module, because it is an attribute of the module with the method's name.
+
+    A copy of the module has the method again.
 
     Attributes:
-        method: the method, bound to the module.
+        method: the replaced method, bound to the module.
 
     Args:
         method: see above.
-        function: the function, which is called in its place.
+        function: the function, which is called instead of the method.
     """
 
     def __init__(self, method: Callable[..., Any], function: Callable[..., Any]) -> None:
@@ -40,7 +44,7 @@ class StandIn:
 
     @property
     def is_of_class(self) -> bool:
-        """Whether the module's class has the method, so that a module without the stand-in has it, too."""
+        """Whether the method is that of the module's class, so that a module without the stand-in has it, too."""
         owner, function = getattr(self.method, "__self__", None), getattr(self.method, "__func__", None)
         return function is not None and getattr(type(owner), function.__name__, None) is function
 

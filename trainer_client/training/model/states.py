@@ -1,15 +1,15 @@
 """This rank's partition of each kind of state of a flat group, in the store or on the device.
 
 Initial values, access between two steps and a resume in another layout read and write partitions here. A training step
-uses only those that live on the device. This module owns these tensors, and the knowledge which of them are newer than
-the store's.
+uses only the partitions that live on the device. This module owns these tensors, and the knowledge which of them are
+newer than the store's version.
 
 [Note: values that are copied later] The states that live on an accelerator are copied into the store's memory while the
-next step computes. Nothing reads them there before they are committed, and the trainer waits for the commit before its
-next update, or whatever else changes them. The script may change parameters that it always sees, at stages 0 to 2, at
-any moment, so these are copied from a copy on the device, which is freed as soon as it was read. If the device has no
-room for it, they are handed over at once, and so are parameters whose home is the store, because the next forward reads
-them there.
+next step computes. This is safe, because nothing reads them in the store before they are committed, and because the
+trainer waits for the commit before its next update or another change of the states. At stages 0 to 2, the script may
+change parameters at any moment. So the store gets them from a second copy on the device, which is freed when it was
+read. If the device has no room for the second copy, these parameters are handed over at once. Parameters whose home is
+the store are also handed over at once, because the next forward reads them in the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from trainer_client.training.ranks.collectives import Collectives
 
 
 class PlacedGroup(Protocol):
-    """A flat group that has a placement: its states, or what a plan has of them."""
+    """The interface of a flat group that has a placement, for functions that need no values of its states.
+
+    It is PlacedStates, or a group of the plan of run/device_budget.py.
+    """
 
     @property
     def group(self) -> FlatGroup: ...
@@ -42,15 +45,17 @@ class PlacedGroup(Protocol):
 
 
 class GroupStates(Protocol):
-    """The contract of a flat group's states; its kinds are `group.kinds`."""
+    """The interface by which other modules read and hand over a flat group's states, of the kinds `group.kinds`."""
 
     @property
     def group(self) -> FlatGroup: ...
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """Return a copy on the CPU of the newest values: [partition_numel], of dtype `group.dtype_of(kind)`.
+        """Return the newest values of a kind in this rank's partition, as a copy on the CPU.
 
-        Where the parameters are always there, they have what the script has changed in place.
+        The result is [partition_numel], of dtype `group.dtype_of(kind)`.
+
+        If this rank always has the whole parameters, the values include what the script has changed in them in place.
         """
 
     def hand_over(
@@ -59,16 +64,16 @@ class GroupStates(Protocol):
         step: int,
         again: Callable[[], Mapping[Kind, torch.Tensor]] | None = None,
     ) -> None:
-        """Hand `values` [partition_numel] of some kinds over for the uncommitted `step`, converting the dtype.
+        """Hand `values` [partition_numel] of some kinds over for the uncommitted `step`, converted to their dtypes.
 
         A state that was never handed over or updated is zero. Every rank has to call `refill` afterwards. For `again`
         see `RankStore.put`.
         """
 
     def refill(self) -> None:
-        """Gather the other ranks' partitions into what this rank keeps of them, after `hand_over`.
+        """After `hand_over`, gather the other ranks' new partitions into the whole tensors that this rank keeps.
 
-        All ranks must call this.
+        At stage 3 a rank keeps no whole tensors, so nothing is gathered. All ranks must call this.
         """
 
 
@@ -77,8 +82,8 @@ class PlacedStates:
 
     Attributes:
         group: the flat group.
-        placement: where its kinds live.
-        held: the kinds that live on the device: each [slot_table.numel] if states are replicated, else
+        placement: the homes of the group's kinds.
+        held: the tensors of the kinds that live on the device, each [slot_table.numel] if states are replicated, else
             [partition_numel].
     """
 
@@ -88,11 +93,13 @@ class PlacedStates:
         self.held: dict[Kind, torch.Tensor] = {}
         self._store = store
         self._collectives = collectives
-        # The kinds whose values here are newer than the store's, [partition_numel] each.
+        # This rank's part of the values that are newer than the store's version of them, by kind, [partition_numel]
+        # each. `flush` hands them over to the store.
         self._newer: dict[Kind, torch.Tensor] = {}
         self._loading: Pending[list[LeasedBytes]] | None = None
-        # The digests of the parameters as the engine has left them; None if it has changed them since, or if no
-        # parameters are always there.
+        # The digests of the parameters at the last `note_parameters`, with which a later check finds changes by the
+        # script. None if the engine has changed the parameters since, or if this rank does not always have the whole
+        # parameters.
         self._noted: Digests | None = None
         replicated = placement.residence is Residence.REPLICATED
         self._own = slice(group.start, group.stop) if replicated else slice(None)
@@ -107,18 +114,18 @@ class PlacedStates:
 
     @property
     def is_in_store(self) -> bool:
-        """See the function of this name."""
+        """Whether an update of this group changes bytes in the store, so that every step has to be committed."""
         return is_in_store(self)
 
     @property
     def gives_gradients(self) -> bool:
-        """Whether the store is given gradients of the group before the step is made."""
+        """Whether this rank hands gradients of the group over to the store, or parks them there, before the step."""
         on_device = self.placement.gradients is Home.DEVICE and self.placement.optimizer is Home.DEVICE
         return self.group.trainable and not on_device
 
     @property
     def given_gradient_bytes(self) -> int:
-        """Bytes of this rank's part of the gradient that the store is given in a step."""
+        """Bytes of the group's gradient that this rank gives the store in a step; 0 if it gives the store none."""
         group = self.group
         return group.slot_table.partition_numel * group.gradient_dtype.itemsize if self.gives_gradients else 0
 
@@ -136,15 +143,18 @@ class PlacedStates:
         return values
 
     def note_parameters(self) -> None:
-        """Take note of the parameters as the engine has left them, if they are always there. Idempotent."""
+        """Keep digests of the parameters, with which `find_changes` compares. Idempotent until the engine changes them.
+
+        Without effect if this rank does not always have the whole parameters.
+        """
         if self.is_always_there and self._noted is None:
             self._noted = self.group.digests()
 
     def find_changes(self) -> list[bool] | torch.Tensor:
         """Return for each parameter whether the script has changed it since `note_parameters`.
 
-        On an accelerator the answer is one for all of them, 0-D there, without a wait for the device. It can raise
-        ConfigError, see `FlatGroup.take_back`.
+        On an accelerator there is one answer for all parameters of the group, a 0-D tensor on the device, so that the
+        call does not wait for the device. It can raise ConfigError, see `FlatGroup.take_back`.
         """
         if self._noted is None:
             return []
@@ -156,10 +166,11 @@ class PlacedStates:
 
     @torch.no_grad()
     def adopt(self, step: int) -> None:
-        """Make the parameters count that the script has changed in place. Every rank has to `refill` afterwards.
+        """Take over the values that the script has given parameters in place. Every rank has to `refill` afterwards.
 
-        They become a part of the uncommitted `step`: at once if the store updates the group, otherwise when the step is
-        handed over. An element of the fp32 master weight stays as it is where the parameter is the rounded element.
+        The values become a part of the uncommitted `step`: at once if the store updates the group, else when `flush`
+        hands the step over. An element of the fp32 master weight is set to the parameter's element only if the
+        parameter's element is not the rounded master weight.
         """
         if self.is_in_store:
             self.hand_over({kind: self.read(kind) for kind in self.group.weight_kinds}, step)
@@ -194,14 +205,14 @@ class PlacedStates:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copy the kinds that live on the device from the store's newest step. Every rank has to `refill` then."""
+        """Fill the kinds that live on the device from the store's newest step. Every rank then has to `refill`."""
         for kind, tensor in self.held.items():
             tensor[self._own].copy_(self._read_stored(kind))
 
     def start_load_parameters(self) -> None:
         """Request the updated parameters, if they live on the device and the store updates them. It does not wait.
 
-        Idempotent until `load_parameters` or `release_parameter_leases`.
+        A repeated call has no effect until `load_parameters` or `release_parameter_leases`.
         """
         if self.group.partition is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
             self._loading = self._store.acquire_read([self.group.slab(PARAM)], position=0)
@@ -218,15 +229,16 @@ class PlacedStates:
                     target[piece].copy_(leased.data[piece])
 
     def release_parameter_leases(self) -> None:
-        """Release the leases that `start_load_parameters` has requested, if they were not used. Idempotent."""
+        """Release the leases of `start_load_parameters`, if `load_parameters` has not used them. Idempotent."""
         pending, self._loading = self._loading, None
         if pending is not None:
             pending.release_when_granted()
 
     def note_update(self, parameters: torch.Tensor | None = None) -> None:
-        """Note that an update on the device has changed the kinds there.
+        """Note that an update on the device has changed the kinds that live there, so `flush` has to hand them over.
 
-        `parameters` [partition_numel] are the new parameters if they live in the store.
+        Args:
+            parameters: [partition_numel], the updated parameters if their home is the store, else None.
         """
         self._noted = None
         self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
@@ -235,9 +247,9 @@ class PlacedStates:
 
     @torch.no_grad()
     def flush(self, step: int) -> LaterValues | None:
-        """Hand over the kinds whose values here are newer than the store's as the version of `step`.
+        """Hand over, as versions of `step`, the values on the device that are newer than the store's.
 
-        Return those which are not handed over yet, because the caller may do it while the next step computes; see
+        Return the values that are not handed over yet. The caller may hand them over while the next step computes; see
         [Note: values that are copied later].
         """
         newer, self._newer = self._newer, {}
@@ -266,7 +278,7 @@ class PlacedStates:
 
 
 def _with_changes(master: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-    """Return fp32 weights [n] with the values of those parameters [n] that are not the rounded weights."""
+    """Return the fp32 weights [n]; where a parameter is not the rounded weight, return the parameter's value."""
     bits = {2: torch.int16, 4: torch.int32}[parameters.itemsize]
     is_same = master.to(parameters.dtype).view(bits) == parameters.view(bits)
     return torch.where(is_same, master, parameters.float())
@@ -279,7 +291,7 @@ def is_in_store(placed: PlacedGroup) -> bool:
 
 
 def placement_bytes(states: Iterable[PlacedGroup]) -> dict[str, dict[str, int]]:
-    """Return this rank's bytes by home, for each of parameters, gradients and optimizer."""
+    """Return for "parameters", "gradients" and "optimizer" how many bytes of this rank live in each home."""
     totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
     for state in states:
         group, placement = state.group, state.placement

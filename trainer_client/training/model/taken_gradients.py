@@ -1,10 +1,11 @@
-"""Gradients that the engine has taken from `.grad`: a read of it between backward and step is an error, and not None.
+"""Gradients that the engine has taken from `.grad`: a read of `.grad` between backward and step raises an error.
 
-torch's functions pass over parameters without a gradient, so that `clip_grad_norm_` would clip nothing and return 0.
-This module owns the class of a parameter from a backward pass to the step. It must never hold a gradient.
+If such a read returned None, torch's functions would pass over the parameter, so `clip_grad_norm_` would clip nothing
+and return 0. This module owns the class of a parameter from a backward pass to the step. It must never hold a gradient.
 
-[Note: the class of a parameter whose gradient was taken] It is a subclass of the parameter's own class with another
-`grad`. The own class is back before each forward, so that torch.compile sees no other one, and before each step.
+[Note: the class of a parameter whose gradient was taken] This class is a subclass of the parameter's own class with
+another `grad`. The parameter gets its own class back before each forward, so that torch.compile sees no other class,
+and before each step.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import nn
 
 from trainer_client.errors import TakenGradientError
 
-# The attributes of a parameter whose gradient was taken: its name, and of its class: the parameter's own class.
+# A parameter whose gradient the engine has taken has the attribute _NAME, with the parameter's FQN. If the parameter
+# also gets another class, that class has the attribute _OWN_CLASS, with the parameter's own class.
 _NAME, _OWN_CLASS = "_paramserver_taken", "_paramserver_own_class"
-# The number of the graph task, as torch returns it outside of autograd.
+# torch returns this number as that of the current graph task (a backward pass) if no backward pass is under way.
 _NO_GRAPH_TASK = -1
-# torch's own attribute, which its stubs give the type of its value.
+# torch's descriptor of a tensor's `.grad`, which reads and writes the gradient past the replaced class. torch's stubs
+# declare the descriptor as a tensor, so its type is Any here.
 _GRAD: Any = torch.Tensor.grad
 
 
@@ -30,8 +33,8 @@ def hide_gradient(parameter: nn.Parameter, fqn: str, *, is_released: bool) -> No
     """Make each use of the parameter's `.grad` an error, until `show_gradient`. Idempotent.
 
     Args:
-        is_released: whether its unit is given up after each use; the class of released parameters then calls
-            `require_gradient`.
+        is_released: whether the parameter is released after each use. It then keeps its class, because the class of
+            released parameters calls `require_gradient` itself.
     """
     vars(parameter)[_NAME] = fqn
     if not is_released and not hasattr(type(parameter), _OWN_CLASS):
@@ -45,7 +48,7 @@ def require_gradient(parameter: torch.Tensor) -> None:
 
 
 def show_gradient(parameter: nn.Parameter) -> None:
-    """Undo `hide_gradient`; idempotent."""
+    """Let the parameter's `.grad` be read and set again after `hide_gradient`; idempotent."""
     vars(parameter).pop(_NAME, None)
     if (own := own_class(parameter)) is not type(parameter):
         parameter.__class__ = own
@@ -60,7 +63,8 @@ def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
 @functools.cache
 def _without_gradient(own: type[nn.Parameter]) -> type[nn.Parameter]:
     def read(parameter: nn.Parameter) -> torch.Tensor | None:
-        # In a backward pass, a hook of the script's looks at the gradient that autograd has just made.
+        # `require_gradient` allows reads of `.grad` during a backward pass, because a hook of the script may read the
+        # gradient that autograd has made at this moment.
         require_gradient(parameter)
         gradient: torch.Tensor | None = _GRAD.__get__(parameter)
         return gradient

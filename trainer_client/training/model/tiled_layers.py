@@ -1,12 +1,12 @@
-"""Layers that compute with the tiles of their weight, one after the other, in place of their forward.
+"""Layers whose forward is replaced by one that computes with the tiles of their weight, one after the other.
 
 This module owns which layers can do so, and how. It must never gather: the hooks on the tiles do.
 
-[Note: rounding] The rows of a Linear's weight are output features, so its outputs are those of the untiled layer but
-for the order in which a matrix product of another shape adds up. The gradient of its input is a sum over tiles, each
-rounded to the dtype of the computation. The rows of a Conv1D's weight (of transformers) are input features, so there
-the output is a sum over tiles, in fp32, and rounded once. An Embedding copies, so its output and its gradient have the
-bits of the untiled layer.
+[Note: rounding] The rows of a Linear's weight are output features. So the outputs are those of the untiled layer, up to
+the order of additions, which may differ in a matrix product of another shape. The gradient of a Linear's input is a sum
+over tiles, and each summand is rounded to the dtype of the computation. The rows of the weight of a Conv1D (of
+transformers) are input features. So the output of a Conv1D is a sum over tiles, which is added up in fp32 and rounded
+once. An Embedding copies rows, so its output and its gradient are bit-identical to those of the untiled layer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from trainer_client.training.model.stand_in import StandIn
 from trainer_client.training.model.tile import Tile, TileWeight
 from trainer_client.training.model.transforms import is_transformed, outside_of_transforms
 
-# The attribute of a module that computes with tiles.
+# The name of the attribute in which a module keeps the TiledLayer with whose tiles it computes.
 _LAYER = "_paramserver_tiled"
 
-# A forward in tiles, whose argument has the name that it has in the class.
+# The forward of a module that computes with tiles of its weight. Its argument has the same name as in the forward of
+# the module's class, so callers may pass it by name.
 Forward = Callable[..., torch.Tensor]
 
 
@@ -38,8 +39,8 @@ class TiledLayer:
     """A module of the model whose weight, the parameter `fqn`, is in tiles.
 
     Attributes:
-        module: the module. Its other parameters, as the bias, stay in the unit around it.
-        tiles: its uses of the tiles, in the order of the rows.
+        module: the module. Its other parameters, such as the bias, stay in the unit around the module.
+        tiles: the module's uses of the tiles, in the order of the rows.
     """
 
     def __init__(self, module: nn.Module, fqn: str, weights: Sequence[TileWeight]) -> None:
@@ -54,37 +55,40 @@ class TiledLayer:
 
     @property
     def computes_whole(self) -> bool:
-        """Whether a use of the layer now computes with the whole weight, because `gathered` shows it.
+        """Whether a use of the layer now computes with the whole weight, because a context of `gathered` is open.
 
-        The whole weight may have been changed since it was shown, and it becomes the tiles' afterwards. Gradients are
-        those of the tiles, so a use that trains computes with them.
+        A script may have changed the whole weight in the context, and the tiles get its values only at the end of the
+        context. But a use that trains computes with the tiles, because the gradients go to the tiles.
         """
         return not isinstance(self._whole, ReleasedParameter) and not torch.is_grad_enabled()
 
     def used_tiles(self) -> Sequence[Tile]:
-        """Return the tiles for a forward, which train if the parameter does.
+        """Return the tiles for a forward. A tile requires a gradient if the whole parameter does.
 
         Raises:
-            TiledParameterError: they would train within a transform of torch.func, which refuses their leaves.
+            TiledParameterError: the layer would train within a transform of torch.func, which refuses the tiles'
+                leaves.
         """
         if self._whole.requires_grad and torch.is_grad_enabled() and is_transformed():
             raise TiledParameterError(self._fqn, "a transform of torch.func")
         for tile in self.tiles:
             if tile.weight.parameter.requires_grad is not self._whole.requires_grad:
-                # torch refuses this call within a transform.
+                # torch refuses `requires_grad_` within a transform of torch.func, so the transform is left for this
+                # call.
                 with outside_of_transforms():
                     tile.weight.parameter.requires_grad_(self._whole.requires_grad)
         return self.tiles
 
     def install(self) -> None:
-        """Have the module compute with its tiles, until `remove`."""
+        """Replace the module's forward by one that computes with the tiles of its weight, until `remove`."""
         tiled, whole = _FORWARDS[_kind_of(self.module)](self), self.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             output: torch.Tensor = (whole if self.computes_whole else tiled)(*args, **kwargs)
             return output
 
-        # nn.Module finds its forward as an attribute of the object, so the class stays as it is.
+        # The new forward is an attribute of the module itself, where nn.Module finds it before the forward of the
+        # class. So the class, and other modules of the class, stay as they are.
         self.module.forward = StandIn(whole, forward)
         vars(self.module)[_LAYER] = self
 
@@ -94,11 +98,11 @@ class TiledLayer:
         vars(self.module).pop(_LAYER, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Return None, because a copy of the module computes with a whole weight of its own."""
+        """Return None, so that a copy of the module has no tiles. It computes with a whole weight of its own."""
 
 
 def tiled_layer_of(module: nn.Module) -> TiledLayer | None:
-    """Return the tiles that a module computes with now; None if it computes with its whole weight."""
+    """Return the TiledLayer with whose tiles a module computes; None if the module's weight is not cut into tiles."""
     layer: TiledLayer | None = vars(module).get(_LAYER)
     return None if layer is None or layer.computes_whole else layer
 
@@ -122,10 +126,13 @@ def why_not(module: nn.Module, name: str) -> str | None:
 
 
 def check_range(indices: torch.Tensor, rows: int, message: str) -> None:
-    """Refuse indices of no row, as torch's own embedding does: on the CPU at once, elsewhere in stream order.
+    """Refuse indices outside of [0, rows), as torch's own embedding does.
+
+    On the CPU the check is made at once. On an accelerator it is queued on the stream, and fails there with the
+    device's own error.
 
     Raises:
-        IndexError: an index on the CPU is out of range. It has the message.
+        IndexError: an index on the CPU is out of range. The error has the text `message`.
     """
     are_inside = ((indices >= 0) & (indices < rows)).all()
     if indices.device.type != "cpu":
@@ -135,13 +142,14 @@ def check_range(indices: torch.Tensor, rows: int, message: str) -> None:
 
 
 def _kind_of(module: nn.Module) -> str | None:
-    """Return the name of the class whose forward the module has, if that can be tiled."""
+    """Return the name of the class whose forward the module has; None if that forward cannot compute with tiles."""
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return "Linear"
     if forward is nn.Embedding.forward:
         return "Embedding"
-    # transformers need not be installed, and if a module is of this class, its Python module is imported.
+    # transformers may not be installed, so this function does not import it to find the class Conv1D. If a module is of
+    # this class, Python has imported the class's Python module already.
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return "Conv1D" if conv1d is not None and forward is conv1d.forward else None
 
@@ -201,8 +209,8 @@ def _embedding(layer: TiledLayer) -> Forward:
             in_tile = padding is not None and weight.first_row <= padding < weight.last_row
             local_padding = padding - weight.first_row if in_tile and padding is not None else None
             rows = tile.use(partial(_look_up, padding=local_padding), local)
-            # The first tile gives a wrong row for each index of another tile. That tile's own row replaces it here, and
-            # so the gradient of the wrong row is zero.
+            # In the output of the first tile, the row of each index that belongs to another tile is wrong. The row from
+            # the index's own tile replaces it, so the gradient of the wrong row is zero.
             output = rows if output is None else torch.where(is_inside.unsqueeze(-1), rows, output)
         assert output is not None, "a tiled weight has several tiles"
         return output

@@ -27,8 +27,8 @@ from trainer_client.training.model.unit_policy import UnitSpec
 
 log = logging.getLogger(__name__)
 
-# With `auto` a tile has at most this part of the host budget, so that the tiles that a rank has leased, those that are
-# fetched ahead, the optimizer's buffers and the other units fit beside each other.
+# If the size of tiles is `auto`, a tile has at most 1 / AUTO_SHARE of the host budget. So the tiles that a rank has
+# leased, the tiles that are fetched ahead, the optimizer's buffers and the other units fit into the budget together.
 AUTO_SHARE = 32
 
 
@@ -38,8 +38,8 @@ class TiledParameter:
 
     Attributes:
         parameter: the whole parameter.
-        weights: its tiles, in the order of their rows.
-        layers: the modules of the model that compute with it; several for a tied weight.
+        weights: the parameter's tiles, in the order of their rows.
+        layers: the modules of the model that compute with the parameter; several for a tied weight.
     """
 
     parameter: ModelParameter
@@ -47,7 +47,7 @@ class TiledParameter:
     layers: tuple[TiledLayer, ...]
 
     def units(self) -> Iterator[UnitSpec]:
-        """Yield a unit for each tile."""
+        """Yield a unit for each tile of the parameter, so that each tile is gathered and released by itself."""
         whole = self.parameter
         row = whole.shape[1:].numel()
         for number, weight in enumerate(self.weights):
@@ -70,7 +70,7 @@ class TiledParameter:
 
 
 class Tiling:
-    """The tiles of one model.
+    """The tiles of one model: which parameters are cut, and the layers that compute with the tiles.
 
     Attributes:
         parameters: the parameters that are cut into tiles.
@@ -91,15 +91,15 @@ class Tiling:
         host_bytes: int,
         is_loud: bool,
     ) -> Tiling:
-        """Cut the parameters that the config asks for.
+        """Return a Tiling with the tiles of those of `parameters` that the config asks to cut.
 
         Args:
             dtype_of: returns the dtype in which the model computes with a parameter.
-            host_bytes: the smallest host budget of the stores of the run, from which `auto` follows.
-            is_loud: whether the log says which large parameters stay whole.
+            host_bytes: the smallest host budget among the stores of the run. It gives the largest tile with `auto`.
+            is_loud: whether a warning is logged about large parameters that stay whole.
 
         Raises:
-            ConfigError: the stage of the config keeps all parameters whole.
+            ConfigError: the config asks for tiles, and all parameters stay whole, because its stage is below 3.
         """
         section = config.paramserver.tiling
         if section.largest_tile is None:
@@ -135,7 +135,7 @@ class Tiling:
         return cls(tiled)
 
     def cut(self, specs: Iterable[UnitSpec]) -> list[UnitSpec]:
-        """Return the units with a unit for each tile behind the unit that has had the parameter."""
+        """Return the units, without tiled parameters, each followed by a unit for each tile of its tiled parameters."""
         tiled = {each.parameter.index: each for each in self.parameters}
         units: list[UnitSpec] = []
         for spec in specs:
@@ -177,7 +177,7 @@ def cut_rows(rows: int, row_numel: int, most_rows: int) -> list[tuple[int, int]]
 
     Args:
         row_numel: the elements of a row.
-        most_rows: the most rows of a tile, if that allows such a multiple.
+        most_rows: the most rows of a tile. A tile has more rows only if it needs them for such a multiple.
     """
     quantum = ELEMENT_ALIGNMENT // math.gcd(row_numel, ELEMENT_ALIGNMENT)
     tiles = -(-rows // max(most_rows // quantum * quantum, quantum))
@@ -186,7 +186,7 @@ def cut_rows(rows: int, row_numel: int, most_rows: int) -> list[tuple[int, int]]
 
 
 def _why_whole(parameter: ModelParameter, users: Iterable[tuple[nn.Module, str]], exclude: Iterable[str]) -> str | None:
-    """Return why a parameter is not cut; None if it is."""
+    """Return why a parameter cannot or must not be cut into tiles; None if it can be cut."""
     if any(fnmatchcase(parameter.fqn, pattern) for pattern in exclude):
         return "excluded"
     if parameter.tensor._backward_hooks or parameter.tensor._post_accumulate_grad_hooks:

@@ -1,4 +1,4 @@
-"""Policies that choose which modules of a model are units. Pure functions of the model."""
+"""Policies that choose which modules of a model are units. They are pure functions of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_client.training.model.tile import TileWeight
 UnitPolicy = Callable[[nn.Module], Iterable[nn.Module]]
 """A function that returns the modules of a model that shall be units.
 
-Each has a forward of its own, and none lies within another.
+Each of these modules must have a forward, and none may be within another one.
 """
 
 # Containers cannot be units, because they have no forward that could be hooked.
@@ -29,11 +29,11 @@ class UnitSpec:
     """A unit and the parameters that belong to it. It is in use while `module`, or one of `other_uses`, is called.
 
     Attributes:
-        fqn: name of its module; "" is the root.
-        module: its module.
-        parameters: its parameters, in the model's order.
-        tile: the tile that the unit is; None if it is a unit of a module of the model.
-        other_uses: the modules of the other uses of a tile; only a tile of a tied weight has some.
+        fqn: name of the unit's module; "" is the root.
+        module: the unit's module.
+        parameters: the unit's parameters, in the model's order.
+        tile: the tile that the unit is; None if the unit is a module of the model.
+        other_uses: the modules of the other uses of a tile of a tied weight; empty for all other units.
     """
 
     fqn: str
@@ -44,7 +44,10 @@ class UnitSpec:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the elements of the outermost ModuleLists whose elements are of one class."""
+    """Yield the elements of each ModuleList whose elements are of one class: the default policy.
+
+    A ModuleList within a yielded element is left out, because the element is gathered as a whole.
+    """
     for child in model.children():
         if isinstance(child, nn.ModuleList) and _is_uniform(child):
             yield from dict.fromkeys(child)
@@ -80,7 +83,7 @@ def modules_of_classes(names: Sequence[str]) -> UnitPolicy:
 def modules_up_to(max_parameters: int) -> UnitPolicy:
     """Return a policy that chooses the largest modules of at most `max_parameters` elements.
 
-    It also chooses modules with more elements that have no children, because those cannot be divided.
+    It also chooses modules with more elements that have no children, because such modules cannot be divided.
     """
 
     def policy(module: nn.Module) -> Iterator[nn.Module]:
@@ -115,19 +118,19 @@ def find_units(
 ) -> list[UnitSpec]:
     """Return the root unit and then those that `policy` chooses, in the model's order.
 
-    A module that is marked as a leaf replaces the units within it that `policy` chooses. Within a unit it changes
-    nothing, because the unit is gathered as a whole anyway. A container without a forward, such as a ModuleList, stands
-    for the modules in it.
+    A module that is marked as a leaf (see leaves.py) is a unit, in place of the units within it that `policy` chooses.
+    A mark within a unit changes nothing, because the unit is gathered as a whole anyway. If a marked module is a
+    container without a forward, such as a ModuleList, the modules in it become units.
 
-    A parameter that the model holds in one unit only belongs to that unit. All others belong to the root: those outside
-    of the units, and those that are tied between units or between a unit and the rest of the model.
+    A parameter that only one unit holds belongs to that unit. All other parameters belong to the root: parameters
+    outside of the units, and parameters that are tied between units or between a unit and the rest of the model.
 
     Raises:
         ConfigError: a module that the policy chose cannot be a unit.
     """
     chosen = _with_leaves(model, set(policy(model)))
     names = _names_of_units(model, chosen)
-    # The first name of each unit.
+    # A module that the model has under several names is one unit, which gets the first of these names.
     units: dict[nn.Module, str] = {}
     for name, module in names.items():
         units.setdefault(module, name)
@@ -143,9 +146,10 @@ def find_units(
 
 
 def _with_leaves(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
-    """Return the chosen modules, with the outermost leaves that lie outside of them in place of what lies in these."""
+    """Add the outermost leaves that are not within a chosen module, and leave out chosen modules within a leaf."""
     if is_leaf(model):
-        # All parameters are gathered together: those of the root.
+        # If the model itself is marked as a leaf, it has no units but the root unit, so all its parameters are gathered
+        # together.
         return set()
 
     def outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -161,7 +165,7 @@ def _with_leaves(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
 
 
 def _with_forward(leaf: nn.Module) -> Iterator[nn.Module]:
-    """Yield a leaf, or the modules in it if it is a container: no forward of a container says when it is used."""
+    """Yield `leaf`, or the modules in it if it is a container, because a container has no forward for hooks."""
     if isinstance(leaf, _CONTAINERS):
         for child in leaf.children():
             yield from _with_forward(child)

@@ -24,19 +24,19 @@ from trainer_client.training.model.unit_policy import UnitSpec
 
 
 class UnitState(enum.Enum):
-    """Where the parameters of a unit are, and what memory they take on the device."""
+    """Where the parameters of a unit are, and how much memory they take on the device."""
 
     SHARDED = enum.auto()
     """The unit takes no memory on the device; its parameters are only in the store."""
 
     FETCHING = enum.auto()
-    """As SHARDED, but read leases are requested or held, so the store's host tier pins this rank's partitions."""
+    """As SHARDED, but read leases are requested or held, so the leased bytes stay in the store's host memory."""
 
     GATHERED = enum.auto()
     """The whole parameters are in the flat buffers, as copies or as mapped bytes of the store with read leases held."""
 
     MAPPED_IDLE = enum.auto()
-    """The parameters are released, but the store's bytes stay mapped and leased, for the next use without a gather."""
+    """The parameters are released, but the flat buffers keep their bytes, for the next use without a gather."""
 
     RESIDENT = enum.auto()
     """The whole parameters are in the flat buffers for good (stages 0 to 2), and are never gathered or released."""
@@ -44,12 +44,13 @@ class UnitState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherCost:
-    """The cost of a gather.
+    """The waited time and the moved bytes of one gather, which the report of the step adds up.
 
     Attributes:
-        waited_seconds: time that this thread waited for the leases, without its own processor time meanwhile.
+        waited_seconds: time that this thread waited for the leases. The processor time of the thread during the wait is
+            not counted.
         copied_bytes: number of leased bytes that were copied from host memory.
-        device_bytes: number of leased bytes that were on the device already. All others are mapped in place.
+        device_bytes: number of leased bytes that were in device copies. Leased bytes in neither count are mapped.
     """
 
     waited_seconds: float = 0.0
@@ -62,14 +63,15 @@ class Unit:
 
     Attributes:
         index: number of the unit in the list of units; the root is 0.
-        fqn: name of its module; "" is the root.
-        module: its module.
-        uses: the modules whose forwards use it: `module`, and for a tile of a tied weight those of its other uses.
-        tile: the tile that it is; None if it is a unit of a module of the model.
-        groups: its flat groups.
-        state: what it holds just now.
+        fqn: name of the unit's module; "" is the root.
+        module: the unit's module.
+        uses: the modules whose forwards use the unit: `module`, and for a tile of a tied weight also the modules of its
+            other uses.
+        tile: the tile that the unit is; None if the unit is a module of the model.
+        groups: the unit's flat groups.
+        state: the present state of the unit.
         transient_host_bytes: how many bytes of the store's host memory are occupied only while leases on the unit's
-            parameters are held; 0 if the parameters live there anyway.
+            parameters are held; 0 if the home of the parameters is the store's host memory.
     """
 
     def __init__(
@@ -96,15 +98,18 @@ class Unit:
         self._lanes = lanes
         self.transient_host_bytes = transient_host_bytes
         self._pending: Pending[list[LeasedBytes]] | None = None
-        # The leases that the unit holds: all of them while a gather ends, and afterwards only those of mapped bytes,
-        # because copied bytes need no lease.
+        # The unit's leases of bytes in the arena. Until a gather is finished, these are all leases of the gather.
+        # Afterwards they are only the leases of mapped bytes, because copied bytes need no lease.
         self._leases: list[LeasedBytes] = []
-        # Whether any part of the gathered parameters was copied.
+        # Whether the last gather of this unit has copied any leased bytes into the flat buffers, instead of mapping
+        # them.
         self._copied = False
         self._next_use: int | None = None
-        # The number of `hold` calls without their `release_hold`.
+        # The number of `hold` calls of this unit whose `release_hold` has not come yet. While it is not 0, the unit is
+        # not released.
         self._holders = 0
-        # Whether the last `release_hold` has to release the unit.
+        # Whether the last `release_hold` has to release the unit, because the first `hold` has gathered it, or because
+        # `release` was called while the unit was held.
         self._release_owed = False
 
     @property
@@ -113,7 +118,7 @@ class Unit:
 
     @property
     def partition_bytes(self) -> int:
-        """Bytes of this rank's partitions that the store has to fetch for one gather."""
+        """Bytes of this rank's partitions that live in the store, which has to fetch them for one gather."""
         return sum(group.partition_bytes for group in self.groups if group.partition is None)
 
     @property
@@ -135,7 +140,7 @@ class Unit:
 
         Args:
             position: the position of the use.
-            reuse: when the same bytes are needed again; None: they are not kept on the device.
+            reuse: when the same bytes are needed again; None: the store keeps no device copy of them.
         """
         if self.state is not UnitState.SHARDED:
             return
@@ -146,25 +151,28 @@ class Unit:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether parameters are mapped bytes of the store, so that leases are held as long as the unit is gathered."""
+        """Whether parameters are mapped bytes of the store, on which the unit holds leases until it is released."""
         return self.state is not UnitState.FETCHING and bool(self._leases)
 
     @property
     def takes_no_memory(self) -> bool:
         """Whether the gathered unit needs no more memory than a released one.
 
-        That is so if all its parameters are mapped, and live in the store's host memory anyway.
+        This is so if all its parameters are mapped, and their home is the store's host memory.
         """
         return self.is_mapped and not self._copied and not self.transient_host_bytes
 
     def wait_gather(self, next_use: int | None, *, may_map: bool = False) -> GatherCost:
-        """Finish a gather, or make the parameters usable again after `release_parameters`. Return what that cost.
+        """Wait until the gathered parameters can be used, and return the cost of the gather.
+
+        The call finishes the gather of `start_gather`. After `release_parameters` it uses the bytes that were kept.
 
         All ranks must call this, unless gathers are one-sided.
 
         Args:
-            next_use: the position at which the unit is needed again, which the store gets with the released leases.
-            may_map: allows to map the store's bytes and to hold their leases until the release, instead of copying.
+            next_use: the position at which the unit is needed again. The store gets it with the release of the leases.
+            may_map: allows to map the store's bytes, and to hold their leases until the unit is released, instead of
+                copying the bytes.
         """
         with self._gathering():
             return self._wait_gather(next_use, may_map=may_map)
@@ -179,9 +187,11 @@ class Unit:
             yield
         except BaseException as error:
             leases, self._leases = self._leases, []
-            # The memory is freed before the leases are released, because leased bytes may be mapped in it.
+            # The unit frees its flat buffers before it releases the leases, because leased bytes may be mapped into
+            # these buffers.
             self.release()
-            # Copies that have begun may still read the leased bytes.
+            # The unit's leases are released after the copies to the device that have begun, because these copies may
+            # still read the leased bytes.
             self._lanes.after_copies_in(partial(self._store.release_quietly, leases))
             self._gather.abandon(self.groups, error)
             raise
@@ -193,7 +203,8 @@ class Unit:
             self._next_use = next_use
             self.state = UnitState.GATHERED
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
-            # The caller releases the unit when it needs it no more, perhaps after the last `release_hold`.
+            # The caller of `_wait_gather` releases the unit itself when it needs the unit no more. So the last
+            # `release_hold` need not release the unit, unless `release` is called before it.
             self._release_owed = False
             return GatherCost()
         pending, self._pending = self._pending, None
@@ -218,9 +229,10 @@ class Unit:
         )
 
     def _wait_for(self, pending: Pending[list[LeasedBytes]]) -> list[LeasedBytes]:
-        """Wait for the leases of a gather, and return them."""
+        """Wait until the store has granted the leases that `start_gather` has requested, and return them."""
         if not pending.is_answered:
-            # The store may have no room for them while this rank holds the leases of copied units.
+            # The store may have no room for this unit's bytes while this rank holds leases of other units whose bytes
+            # are being copied to the device. So these copies are finished first, because that releases their leases.
             self._lanes.finish_copies_in()
         return pending.wait()
 
@@ -233,7 +245,7 @@ class Unit:
         return self._holders == 1
 
     def hold(self) -> None:
-        """Gather the parameters and keep them gathered until `release_hold` was called as often.
+        """Gather the parameters, and keep them gathered until `release_hold` was called as often as `hold`.
 
         All ranks must call this, unless gathers are one-sided. Mapped parameters are copied, because a user may hold
         more of them than fit into the store's host memory.
@@ -258,22 +270,22 @@ class Unit:
             self._release_all_leases()
 
     def release_hold(self) -> None:
-        """End one `hold`."""
+        """End one `hold`. The end of the last one releases the unit, if it was to be released meanwhile."""
         self._holders -= 1
         if self._release_owed:
             self.release()
 
     def release_parameters(self) -> None:
-        """Release the parameters but keep their bytes for the next `wait_gather`; do nothing if they are held."""
+        """Release the parameters, but keep their bytes for the next `wait_gather`; do nothing if the unit is held."""
         if self.state is UnitState.GATHERED and not self.is_held:
             for group in self.groups:
                 group.release_parameters()
             self.state = UnitState.MAPPED_IDLE
 
     def release(self) -> None:
-        """Free the memory and release all leases, also those of a gather that has failed or was not waited for.
+        """Free the memory and release all leases, also those of a gather that has failed or was not finished.
 
-        Does nothing if the unit is resident. If it is held, the last `release_hold` releases it.
+        The call does nothing if the unit is resident. If the unit is held, the last `release_hold` releases it.
         """
         if self.state is UnitState.RESIDENT:
             return
@@ -290,7 +302,10 @@ class Unit:
         self._release_all_leases()
 
     def unmap(self) -> None:
-        """Unmap the store's bytes without releasing the leases, because the session is about to end with them."""
+        """Unmap the store's bytes from the flat buffers, before the session ends.
+
+        The leases on the bytes are not released, because the end of the session ends them.
+        """
         self._pending = None
         if self.is_mapped:
             for group in self.groups:
@@ -301,7 +316,7 @@ class Unit:
     def take_back_parameters(self) -> None:
         """Give a resident unit's parameters their own memory again, with the values that the script has given them.
 
-        The script may assign tensors to their `.data`. What is trained is the unit's own memory.
+        The script may have assigned tensors to the parameters' `.data`, but the engine trains the unit's own memory.
 
         Raises:
             ConfigError: the script has given a parameter another shape, dtype or device.
@@ -311,25 +326,25 @@ class Unit:
                 group.take_back()
 
     def require_unchanged(self) -> None:
-        """Check that the script has not changed parameters in place since they were gathered, unless a user holds them.
+        """Check that the script has not changed parameters in place since they were gathered, unless the unit is held.
 
-        A resident unit has nothing to check, because its memory is never given up. On an accelerator the values are
-        only noted, for `require_undoubted`.
+        A resident unit has nothing to check, because its memory is never given up. On an accelerator a change is only
+        noted, and `require_undoubted` raises the error later, so that this call does not wait for the device.
 
         Raises:
-            InPlaceChangeError: it has changed a parameter, and the change would be lost.
+            InPlaceChangeError: the script has changed a parameter, and the change would be lost.
         """
         if not self.is_held and (changed := self.find_changed()) is not None:
             raise InPlaceChangeError(changed.fqn)
 
     def require_undoubted(self) -> None:
-        """Check what `require_unchanged` has noted on an accelerator, which this waits for. It raises the same."""
+        """Raise InPlaceChangeError if `require_unchanged` has noted a change on an accelerator. Wait for the device."""
         doubtful = [group for group in self.groups if group.take_doubt()]
         if doubtful:
             raise InPlaceChangeError(f"{doubtful[0].parameters[0].fqn} (or another one of its unit)")
 
     def note_values(self) -> None:
-        """Take note of the gathered values, for `find_changed`, unless they are there always."""
+        """Keep digests of the gathered values, with which `find_changed` compares, unless the unit is resident."""
         for group in self.groups if self.state is not UnitState.RESIDENT else ():
             group.note_values()
 
@@ -340,7 +355,7 @@ class Unit:
         return next((changed for group in self.groups if (changed := group.find_changed()) is not None), None)
 
     def check(self) -> None:
-        """Raise SessionEndedError if mapped bytes of the store may be those of another session."""
+        """Raise SessionEndedError if the leases of mapped bytes have ended, because other bytes may be there now."""
         if self.is_mapped:
             check(self._leases)
 
@@ -352,7 +367,8 @@ class Unit:
         """Release leases whose bytes this rank has used.
 
         Raises:
-            SessionEndedError: the leases ended before this call, so the bytes may have been those of another session.
+            SessionEndedError: the leases have ended before this call, so the bytes that this rank has used may have
+                been overwritten meanwhile.
         """
         if leases:
             check(leases)

@@ -1,6 +1,6 @@
-"""The parameter of the model whose tiles are units of their own: it keeps its name and shape, and has no values.
+"""A parameter of the model whose tiles are units of their own: it keeps its name and shape, and has no values.
 
-This module owns the data of such a parameter. It must never touch a tile's.
+This module owns the `.data` of such a parameter. It must never touch the `.data` of a tile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ def hide_whole(parameter: ModelParameter, dtype: torch.dtype, device: torch.devi
 
     Args:
         parameter: the whole parameter.
-        dtype, device: those of its tiles.
+        dtype, device: the dtype and the device of its tiles, which the parameter gets, too.
     """
     restore(parameter.tensor)
     parameter.tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
-    # Each use of a tile has a leaf of its own, so autograd knows nothing of the whole parameter.
+    # A tiled layer computes with its tiles, each a leaf of autograd's graph, so autograd gives the whole parameter no
+    # gradient. A hook on the gradient of the whole parameter is therefore refused.
     release(parameter.tensor, partial(_refuse, parameter.fqn), has_gradient=False)
     show_part(parameter.tensor, part_of(0, dtype))
 

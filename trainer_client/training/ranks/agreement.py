@@ -1,7 +1,8 @@
-"""The comparison of what all ranks must have alike (config, model, optimizer), before anything is built on it.
+"""The comparison of config, model and optimizer, which must be the same on all ranks, at the start of an engine.
 
-Ranks exchange digests first. This module must never send a value that does not differ. Every decision follows from what
-all ranks have received, so that either all ranks raise the same error or none does.
+The ranks exchange digests first, and then only the values that differ, for the error message. This module must never
+send a value that does not differ. Every decision follows from what all ranks have received, so that either all ranks
+raise the same error or none does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _DIGEST_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _WHAT = "the comparison of configs"
 
-# Limits of the error message, which is short however many ranks and keys there are.
+# Limits of the error message about settings that differ between ranks, so that the message is short even with many
+# ranks and keys.
 _SHOWN_KEYS = 10
 _SHOWN_VALUES = 4
 _SHOWN_RANGES = 6
@@ -32,13 +34,15 @@ _ABSENT = "not set"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What one rank was given, as texts. A text that differs appears in the error message, so none may be a secret.
+    """The settings and objects that one rank was given, as texts that are compared between ranks.
+
+    A text that differs appears in the error message, so no text may be a secret.
 
     Attributes:
         run: values that all ranks must have alike, by key.
         node: values that the ranks of one node must have alike, by key.
-        lists: long lists that all ranks must have alike, by the name of an item ("parameter"). The message shows the
-            first item that differs.
+        lists: long lists that all ranks must have alike, by the name of one item, for example "parameter". The message
+            shows the first item that differs.
     """
 
     run: Mapping[str, str]
@@ -79,13 +83,13 @@ def require_agreement(mine: Declaration, local_rank: int, collectives: Collectiv
 
 
 class _Comparison:
-    """The collectives that find out which values differ, and the lines about them in the error message."""
+    """Finds out by collectives which values differ between ranks, and makes the error message's lines about them."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
     def of_keys(self, mine: Mapping[str, str], groups: Iterable[Sequence[int]], suffix: str) -> list[str]:
-        """Return a line for each key whose values differ within one of the groups of ranks.
+        """Return a line for each key whose values differ within one of the groups of ranks, such as one node's ranks.
 
         All ranks must call this.
         """
@@ -108,7 +112,8 @@ class _Comparison:
             sizes = self._gather(len(items))
             if not self._differs_within(items, max(sizes)):
                 continue
-            # Bisection: the first `equal` items are alike on all ranks, and the first `differing` items are not.
+            # The first item that differs is found by bisection. The first `equal` items of the lists are alike on all
+            # ranks, and the first `differing` items are not.
             equal, differing = 0, max(sizes)
             while differing - equal > 1:
                 middle = (equal + differing) // 2
@@ -131,8 +136,8 @@ class _Comparison:
 def _nodes(places: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
     """Group the ranks by node, given (boot id, local rank) of each rank.
 
-    Ranks of one node have the same boot id of the kernel. If a local rank occurs twice with one boot id, the second
-    begins another node, because tests run several nodes on one machine.
+    Ranks of one node have the same boot id of the kernel. If a local rank occurs twice with one boot id, the second one
+    is taken for the first rank of another node, because tests run several nodes on one machine.
     """
     nodes: list[list[int]] = []
     current: dict[bytes, tuple[list[int], set[bytes]]] = {}
@@ -158,7 +163,7 @@ def _differ(values: Sequence[object], groups: Iterable[Sequence[int]]) -> bool:
 
 
 def _who_has_what(values: Sequence[str], ranks: Iterable[int]) -> str:
-    """Return a text such as "3 on ranks 0, 2-5; 2 on rank 1"."""
+    """Return a text that says which of `ranks` have which value, such as "3 on ranks 0, 2-5; 2 on rank 1"."""
     by_value: dict[str, list[int]] = {}
     for rank in ranks:
         by_value.setdefault(values[rank], []).append(rank)
@@ -177,7 +182,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _cut(text: str) -> str:
-    """Shorten a long text, with its digest at the end, so that two shortened texts still differ."""
+    """Shorten a long text for an error message. Its digest is at the end, so two shortened texts still differ."""
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}... (digest {_digest(text).hex()[:8]})"

@@ -1,4 +1,4 @@
-"""A process group that exchanges tensors and objects in host memory, whatever group the script has made for itself."""
+"""A process group that exchanges tensors and objects in host memory, also if the script's own group cannot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 def host_group() -> Iterator[dist.ProcessGroup | None]:
     """Yield a group of all ranks that exchanges tensors in host memory. All ranks must call this.
 
-    None is the script's own group, which need not do so: one of NCCL alone takes tensors of GPUs only.
+    If the script's own default group can do so, None is yielded, which torch.distributed takes for the default group.
+    Otherwise, for example if the default group has NCCL alone, a new group of gloo is yielded.
     """
     if "cpu:" in dist.get_backend_config():
         yield None

@@ -3,11 +3,12 @@
 This module owns the announcement under way. It must never let a gather begin that could fill a unit with another unit's
 bytes.
 
-[Note: announcements] While a unit computes, the ranks exchange headers that name the unit which each expects to gather
-next. If all expected the unit that they then want, the gather begins without a further round trip. Otherwise the ranks
-exchange headers again, now with the unit that they really want. Ranks that run the same units in the same order expect
-and want the same. A rank that does not is found because its header differs, or because it never joins the exchange,
-which then times out. Headers have one size and a process group of their own, so no other message is taken for one.
+[Note: announcements] While a unit computes, the ranks exchange headers. A header names the unit that the rank expects
+to gather next. When a rank then needs a unit, it looks at the headers: if all ranks expected this unit, the gather
+begins without a further round trip. If a header differs, the ranks exchange headers again, now with the unit that each
+rank needs. Ranks that run the same units in the same order expect and need the same units. A rank that runs another
+unit is found because its header differs, or because it never joins the exchange, which then times out. Headers have one
+size and a process group of their own, so no other message is taken for a header.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _HEADER_BYTES = 128
 
 
 class Lockstep:
-    """The announcements of one rank, which keep its gathers in step with those of the other ranks."""
+    """Checks for one rank, before each of its gathers, that all ranks are about to gather the same unit.
+
+    `announce` sends the name of the unit that the rank expects, and `confirm` compares the names of all ranks.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -34,14 +38,14 @@ class Lockstep:
     def announce(self, unit: str) -> None:
         """Announce that this rank expects to gather `unit` next. All ranks must call this; it does not wait for them.
 
-        Does nothing while an announcement is under way.
+        The call does nothing while an announcement is under way.
         """
         if self._announced is None and self._collectives.world_size > 1:
             header = _header(unit, self._gathers + 1)
             self._announced = unit, self._collectives.start_gather_headers(header, what=f"the gather of {unit}")
 
     def confirm(self, unit: str) -> None:
-        """Wait until it is certain that all ranks are about to gather `unit`. All ranks must call this.
+        """Wait for the headers of all ranks, and check that all are about to gather `unit`. All ranks must call this.
 
         Raises:
             CollectiveMismatchError: another rank is about to gather another unit.
@@ -69,7 +73,7 @@ class Lockstep:
 
 
 def _header(unit: str, number: int) -> torch.Tensor:
-    """Return a header, uint8 [_HEADER_BYTES]: digest of the unit's name, number of the gather, end of the name."""
+    """Return a header, uint8 [_HEADER_BYTES]: digest of the unit's name, number of the gather, end of that name."""
     name = unit.encode()
     fixed = hashlib.sha256(name).digest()[:_DIGEST_BYTES] + number.to_bytes(8, "little")
     shown = name[-(_HEADER_BYTES - len(fixed)) :]

@@ -1,4 +1,4 @@
-"""The number of a rank on its node, for ranks whose launcher does not give it, as torch.multiprocessing.spawn."""
+"""The number of a rank on its node, for launchers that do not give it, such as torch.multiprocessing.spawn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MOUNTS = Path("/proc/self/ns/mnt")
 def number_on_node() -> int:
     """Return how many ranks with smaller numbers are on this rank's node. All ranks must call this.
 
-    Ranks are on one node if they see the same files, because they share the socket of one daemon then. So they have the
-    same boot id of the kernel and the same mount namespace; two containers of a machine have not.
+    Ranks count as on one node if they have the same boot id of the kernel and the same mount namespace. Such ranks see
+    the same files, so they can use the socket of one daemon. Two containers of one machine have different namespaces.
     """
     place = f"{_BOOT_ID.read_text().strip()} {_MOUNTS.readlink()}"
     places: list[str | None] = [None] * dist.get_world_size()

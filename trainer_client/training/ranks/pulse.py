@@ -1,15 +1,16 @@
-"""The pulse: each rank learns within seconds that another one is silent or has given up, whatever else hangs.
+"""The pulse: each rank learns within seconds that another rank is silent or has given up, even if collectives hang.
 
-gloo and NCCL see that a connection was closed, and not always that. They do not see the loss of a node or of a link,
-nor a process that was stopped. So each rank has a UDP socket and a thread, and sends a datagram to a few other ranks in
-every beat. The datagram has a number, and the newest number that has come from the other rank. A rank is silent if it
-has confirmed no newer number for RANK_SECONDS. Because a confirmation needs both directions, both ends of a link
-notice at the same time that one direction is cut.
+gloo and NCCL mostly notice that a connection was closed, but not always. They do not notice the loss of a node or of a
+link, nor a process that was stopped. So each rank has a UDP socket and a thread, and sends a datagram to a few other
+ranks, its peers, in every beat. The datagram has a number of its own. It also has the newest number that has come from
+the receiver, which confirms that number. A peer is silent if it has confirmed no newer number for RANK_SECONDS. Because
+a confirmation needs both directions, both ends of a link notice at the same time that one direction is cut.
 
-[Note: who watches whom] The ranks of a node watch the first rank of the node, and it watches them. The first ranks of
-the nodes are a ring with chords: node n and the nodes n + 1, n + 2, n + 4, ... watch each other, modulo the number of
-nodes. A rank of 1 000 nodes sends some 40 datagrams in a second. These links connect all ranks, so each part of the
-ranks that remains next to lost ones has a rank that notices the loss. It tells its other peers, and they tell theirs.
+[Note: who watches whom] The ranks of a node watch the first rank of the node, and this rank watches them. The first
+ranks of the nodes are a ring with chords: those of node n and of the nodes n + 1, n + 2, n + 4, ... watch each other,
+modulo the number of nodes. A rank of 1 000 nodes sends some 40 datagrams in a second. These links connect all ranks. So
+if some ranks are lost, at least one of the remaining ranks watches a lost rank, and notices the loss. This rank tells
+its other peers, which tell their peers.
 
 | what happens                                    | the peers on its links         | all other ranks               |
 |-------------------------------------------------|--------------------------------|-------------------------------|
@@ -20,11 +21,12 @@ ranks that remains next to lost ones has a rank that notices the loss. It tells 
 | this machine is suspended with all ranks        | go on                          | go on                         |
 | no answer ever came, as behind a firewall       | warn once, and do not watch it | go on                         |
 
-Silence is counted in beats of this rank and not in time, so a rank that could not run itself accuses no other one.
+Silence is counted in beats of this rank and not in time. So a rank that could not run for a while, as in a suspended
+machine, does not take its peers for silent.
 
-The ranks exchange their addresses and a secret through the process group. Each datagram has a keyed hash over its
-receiver and its content, and is ignored unless its number is new. This module must never wait for another rank, except
-for some seconds at the start and one at the end.
+At the start, the ranks exchange their addresses and a secret through the process group. Each datagram has a keyed hash
+over its receiver and its content. A datagram with a wrong hash, or whose number is not new, is ignored. This module
+must never wait for another rank, except for some seconds at the start and one second at the end.
 """
 
 from __future__ import annotations
@@ -52,20 +54,24 @@ log = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-# The receiver, the sender, the number, the newest number that the sender has heard from the receiver, and whether the
-# sender closes. A text about a rank that is silent or has given up follows, if there is one.
+# The head of a datagram of the pulse: the rank of the receiver, the rank of the sender, the datagram's number, the
+# newest number that has come to the sender from the receiver, and whether the sender closes. If the sender knows of a
+# rank that is silent or has given up, a text about that rank follows.
 _HEAD = struct.Struct("!IIQQ?")
 _HASH_BYTES = 16
 _MOST_BYTES = 1200
-# A rank sends a beat after so many datagrams, however many more have come. A socket's queue has some hundreds.
+# A rank reads at most so many datagrams before it sends its own ones again, so that these are in time even if very many
+# have come. A socket's queue has some hundreds of datagrams.
 _MOST_AT_ONCE = 1000
-# The longest text. With it, a datagram fits into one packet.
+# The most bytes of the text about a silent or failed rank in a datagram, so that the datagram fits into one packet.
 _TEXT_BYTES = 800
-# The longest wait for the first answers, and for the ranks to know that this one closes.
+# The longest wait at the start for the first answers of the peers; the longest wait at the end until the peers know
+# that this rank closes; and the time between two datagrams during the wait at the end.
 _START_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _CLOSE_BEAT_SECONDS = 0.1
-# Any port will do, because a UDP socket that connects sends nothing.
+# A UDP socket connects to this port of another host, so that the kernel says which of this node's addresses reaches the
+# host. Any port will do, because a connect over UDP sends nothing.
 _DISCARD_PORT = 9
 
 _Address = tuple[Any, ...]
@@ -73,16 +79,17 @@ _Address = tuple[Any, ...]
 
 @dataclass(slots=True)
 class _Link:
-    """What this rank knows of another one that it watches.
+    """What this rank knows of one peer, a rank with which it exchanges datagrams.
 
     Attributes:
-        peer: the other rank.
-        addresses: where it may be reached; only the address from which it has sent, once it has.
-        sent: the number of the newest datagram to it.
-        heard: the number of the newest datagram from it.
-        confirmed: the newest number of this rank that it has heard.
+        peer: the number of the peer.
+        addresses: addresses at which the peer may be reached. Once a datagram has come from the peer, the only one is
+            the address from which it came.
+        sent: the number of the newest datagram to the peer.
+        heard: the number of the newest datagram from the peer.
+        confirmed: the newest number of this rank's datagrams that the peer has confirmed.
         missed: the beats since `confirmed` has grown.
-        is_closed: whether it has said that it closes.
+        is_closed: whether the peer has said that it closes.
     """
 
     peer: int
@@ -96,14 +103,14 @@ class _Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """What a rank tells the others at the start.
+    """The addresses and the secret that a rank sends to all other ranks at the start, by a collective.
 
     Attributes:
-        node: the name of its network stack, which the ranks of a node share.
-        address: the address of the node on the way to the host of rank 0.
-        master: the address at which this rank reaches the host of rank 0; "" if it knows none.
-        port: the port of its socket.
-        secret: the secret of the run in hexadecimal digits, of which that of rank 0 counts.
+        node: the name of the rank's network stack, which the ranks of a node share.
+        address: the address of the rank's node on the way to the host of rank 0.
+        master: the address at which the rank reaches the host of rank 0; "" if it knows no such address.
+        port: the port of the rank's socket.
+        secret: random hexadecimal digits. All ranks use the secret in rank 0's card as the key of the hashes.
     """
 
     node: str
@@ -122,13 +129,15 @@ class _Card:
 
 
 class Pulse:
-    """The pulse of this rank. The constructor is a collective of all ranks.
+    """Exchanges datagrams with some other ranks, and reports that a rank is silent or has given up.
+
+    All ranks must call the constructor, because it exchanges their addresses.
 
     Args:
         rank: number of this rank.
-        gather: returns the contents that all ranks give it, in their order.
+        gather: a collective that returns the contents that all ranks have given it, in the order of the ranks.
         host: name or address of the host of rank 0; None if it is not known.
-        on_news: called once, on any thread, with a text for people: who is silent or has given up.
+        on_news: called once, on any thread, with a text for an error that says which rank is silent or has given up.
     """
 
     def __init__(
@@ -163,16 +172,17 @@ class Pulse:
         self._wait_for_answers()
 
     def tell(self, news: str) -> None:
-        """Tell all ranks that a rank has given up or gone, unless there was other news before. It does not wait.
+        """Send `news`, which says that a rank has given up or gone, to all ranks. After earlier news do nothing.
 
-        Any thread may call this.
+        The call does not wait. Any thread may call this.
         """
         self._take(news)
 
     def close(self) -> None:
         """Tell the peers that this rank closes, so that they do not take it for silent; idempotent."""
         self._closing.set()
-        # The thread may wait for datagrams, and any datagram ends that.
+        # The pulse's thread may be waiting for datagrams. An empty datagram to its own socket ends that wait, so the
+        # thread sees that it has to close.
         loopback = "::1" if self._socket.family == socket.AF_INET6 else "127.0.0.1"
         with suppress(OSError):
             self._socket.sendto(b"", (loopback, self._port))
@@ -180,12 +190,13 @@ class Pulse:
             self._thread.join(_START_SECONDS)
 
     def _addresses_of(self, peer: int, cards: Sequence[_Card]) -> Sequence[_Address]:
-        # A host often knows itself by another address than others do, such as 127.0.1.1.
+        # The host of rank 0 often has an address for itself, such as 127.0.1.1, at which other nodes cannot reach it.
+        # So this rank also sends to the address at which it reaches the key-value store on that host.
         known = cards[self._rank].master if peer == 0 else ""
         return [(host, cards[peer].port) for host in dict.fromkeys((cards[peer].address, known)) if host]
 
     def _wait_for_answers(self) -> None:
-        """Wait for the first answer of each peer, and warn of those that do not answer."""
+        """Wait at the start for the first datagram of each peer, and log a warning about peers that do not answer."""
         with self._changed:
             self._changed.wait_for(lambda: not any(self._deaf), _START_SECONDS)
         if deaf := list(self._deaf):
@@ -211,7 +222,8 @@ class Pulse:
                 if time.monotonic() >= due:
                     self._count()
                     self._send_all()
-                    # A rank that could not run makes up for no beat that it has left out.
+                    # This rank sends its next datagrams one interval from now. If it could not run for a while, it does
+                    # not make up for the beats that it has missed, because it would count its peers as silent at once.
                     due = time.monotonic() + silence.BEAT_SECONDS
             self._say_bye()
 
@@ -225,7 +237,10 @@ class Pulse:
                 due = time.monotonic() + _CLOSE_BEAT_SECONDS
 
     def _count(self) -> None:
-        """Count a beat, and take note of a peer that is silent."""
+        """Add one to each peer's `missed` beats. If a peer is silent now, send that as news to the other peers.
+
+        This rank's collectives get the news, too, by `on_news`.
+        """
         for link in self._open:
             link.missed += 1
             if link.confirmed and link.missed * silence.BEAT_SECONDS >= silence.RANK_SECONDS:
@@ -238,7 +253,10 @@ class Pulse:
                     self._on_news(news)
 
     def _take(self, news: str) -> bool:
-        """Keep the first news, and pass it on. Return whether this is the first."""
+        """Keep `news`, the text about a lost rank, and send it to the peers, unless there is earlier news.
+
+        Return whether there was no earlier news.
+        """
         with self._lock:
             if self._news is not None:
                 return False
@@ -258,7 +276,8 @@ class Pulse:
             addresses = link.addresses
         datagram = self._hash(content) + content
         for address in addresses:
-            # There is no way to the host, or no room in a queue, or this rank has closed. The next beat tries again.
+            # sendto raises OSError if there is no route to the host or no room in a queue, or if this rank has closed
+            # its socket. The error is ignored, because the next beat sends again.
             with suppress(OSError):
                 self._socket.sendto(datagram, address)
 
@@ -266,7 +285,7 @@ class Pulse:
         return blake2b(content, key=self._key, digest_size=_HASH_BYTES).digest()
 
     def _receive(self, seconds: float) -> None:
-        """Wait for datagrams for up to `seconds`, and read those that have come."""
+        """Wait up to `seconds` for datagrams of peers, and note in the links what those that have come confirm."""
         self._poll.poll(max(0.0, seconds * 1000))
         for _ in range(_MOST_AT_ONCE):
             try:
@@ -274,7 +293,8 @@ class Pulse:
             except BlockingIOError:
                 return
             except OSError:
-                # Linux reports errors of earlier datagrams here.
+                # recvfrom raises an error on Linux if an earlier datagram of this socket could not be delivered. It
+                # says nothing about received datagrams, so the loop reads on.
                 continue
             self._on_datagram(datagram, address)
 
@@ -286,7 +306,8 @@ class Pulse:
         link = self._links.get(sender)
         if receiver != self._rank or link is None or number <= link.heard:
             return
-        # Two ranks that close would answer each other's answers.
+        # This rank answers a peer's first datagram at once, and one in which the peer says that it closes. If both
+        # ranks close, this rank sends no answer, because the two would answer each other's answers without end.
         is_answered = (not link.heard or is_closing) and not (link.is_closed and self._closing.is_set())
         with self._changed:
             link.heard, link.addresses = number, [address]
@@ -302,7 +323,7 @@ class Pulse:
 
 
 def watched_by(rank: int, nodes: Sequence[str]) -> Sequence[int]:
-    """Return the ranks that a rank watches, each of which watches it; see [Note: who watches whom].
+    """Return the ranks that `rank` watches, which also watch `rank`; see [Note: who watches whom].
 
     Args:
         rank: the rank.
@@ -323,14 +344,15 @@ def watched_by(rank: int, nodes: Sequence[str]) -> Sequence[int]:
 
 
 def _route_to(host: str | None) -> tuple[socket.AddressFamily, str, str]:
-    """Return the family, this node's address, and that of `host`, of a way from this node to `host`.
+    """Return the route from this node to `host`: the address family, this node's address, and the address of `host`.
 
-    Without a way, the last one is "", and the address is that of this node's name.
+    If there is no route, the address of `host` is "", and this node's address is that of its own name.
     """
     for name in (host, socket.gethostname()):
         with suppress(OSError):
             found = socket.getaddrinfo(name, _DISCARD_PORT, type=socket.SOCK_DGRAM) if name else []
-            # IPv4 comes first, so that all ranks take the same one of the two.
+            # A host may have addresses of both families. IPv4 is tried before IPv6, so that all ranks use the same
+            # family.
             for family, _, _, _, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
                 with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                     probe.connect(address)
@@ -339,7 +361,7 @@ def _route_to(host: str | None) -> tuple[socket.AddressFamily, str, str]:
 
 
 def host_of(store: Any) -> str | None:
-    """Return the host of rank 0, as a key-value store of torch.distributed knows it; None if it knows none."""
+    """Return the host of rank 0, from torch.distributed's key-value store or $MASTER_ADDR; None if in neither."""
     while (underlying := getattr(store, "underlying_store", None)) is not None:
         store = underlying
     return getattr(store, "host", None) or os.environ.get("MASTER_ADDR")

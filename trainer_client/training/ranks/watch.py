@@ -1,12 +1,13 @@
 """The watch: which collective each rank is in, for the text of an error.
 
-A rank whose wait for the others fails says in its error where they were. Whether another rank is still there is the
-matter of pulse.py.
+If a rank's wait for other ranks fails, its error says in which collective each of them was. pulse.py finds out whether
+another rank is still there.
 
-This module owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value
-store), and what it has last read of the other ranks' places. Only this thread uses the key-value store, because a call
-to it does not return while the process or the node that has it is silent. The module must never make training fail, nor
-wait for longer than _NEWS_SECONDS.
+A rank's place is the collective that it is in, or was in last. This module owns a thread that writes this rank's place
+to the key-value store of the process group (torch.distributed's), and the other ranks' places as the thread has last
+read them. Only this thread uses the key-value store, because a call to the key-value store does not return while the
+process or the node that has it is silent. The module must never make training fail, nor wait for longer than
+_NEWS_SECONDS.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-# A caller waits no longer than this for news. The key-value store answers within milliseconds, unless it is lost.
+# The longest time that a caller waits until this rank has read the other ranks' places (the collectives that they are
+# in) from the key-value store. The key-value store answers within milliseconds, unless its process is lost.
 _NEWS_SECONDS = 1.0
 _UNKNOWN = "has said nothing yet"
-# A rank writes its place this often, and looks at the others' if it is still in the same collective.
+# A rank writes its place (the collective that it is in) to the key-value store every _INTERVAL_SECONDS. If it is still
+# in the same collective as the last time, it also reads the other ranks' places.
 _INTERVAL_SECONDS = 5.0
-# A rank looks at no more places than these, because one process answers for all of them.
+# A rank reads the places of at most so many other ranks, because the one process that hosts the key-value store has to
+# answer each read of all ranks.
 _MOST_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingPlace:
-    """The collective that a rank is in (`inside`) or was in last.
+    """A rank's place: the collective that the rank is in (`inside`) or was in last.
 
     Attributes:
         number: how many collectives the rank has begun.
-        what: name of the last one, for people.
-        inside: whether the rank is still in it.
+        what: name of the last collective that the rank has begun, for error messages.
+        inside: whether the rank is still in that collective.
     """
 
     number: int
@@ -49,11 +53,11 @@ class _WaitingPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What was last heard of another rank.
+    """The collective of another rank, as this rank has last read it from the key-value store.
 
     Attributes:
-        place: its place, for people.
-        at: when it was there, in seconds of time.monotonic().
+        place: a text that names the collective that the other rank is in, or was in last.
+        at: when the other rank wrote the text, in seconds of this rank's time.monotonic().
     """
 
     place: str
@@ -74,13 +78,15 @@ class SharedStore(Protocol):
 
 
 class Watch:
-    """The place of this rank and those of the others, as far as it has heard of them.
+    """Records in which collective this rank is, and reads from the key-value store where the other ranks are.
+
+    A rank's place is the collective that the rank is in, or was in last. Errors of collectives list all places.
 
     Args:
-        store: the key-value store that all ranks share.
+        store: torch.distributed's key-value store, which all ranks share.
         rank: number of this rank.
         world_size: number of ranks.
-        timeout_seconds: time-out of a collective. A rank writes its place at least four times in it.
+        timeout_seconds: time-out of a collective. A rank writes its place at least four times within this time.
     """
 
     def __init__(self, store: SharedStore, rank: int, world_size: int, timeout_seconds: float) -> None:
@@ -90,7 +96,8 @@ class Watch:
         self._interval_seconds = min(timeout_seconds / 4, _INTERVAL_SECONDS)
         self._place = _WaitingPlace(0, "", False)
         self._heard: dict[int, _Heard] = {}
-        # Callers count what they ask the thread for, and the thread counts what it has done of that.
+        # `_asked` is the number of exchanges with the key-value store that callers have asked the watch's thread for,
+        # and `_done` is the number of those that it has made.
         self._changed = threading.Condition()
         self._asked = self._done = 0
         self._is_closed = False
@@ -99,23 +106,35 @@ class Watch:
 
     @contextmanager
     def within(self, what: str) -> Iterator[None]:
-        """Enclose a collective of this rank; `what` names it for people, as "the gather of blocks.2"."""
+        """Record that this rank is in a collective until the context ends.
+
+        Args:
+            what: name of the collective in error messages, as "the gather of blocks.2".
+        """
         number = self._place.number + 1
         self._place = _WaitingPlace(number, what, True)
         yield
-        # This line is skipped if the collective fails, because the rank is then still in it.
+        # If the collective raises an error, the rank's place is not changed, because the rank counts as still in the
+        # collective.
         self._place = _WaitingPlace(number, what, False)
 
     def abandon(self, what: str, why: str) -> str:
-        """Note that this rank does not come to `what` or to any later collective, and why; return that for people.
+        """Record that this rank has given up the collective `what`, and return a text that says so, for an error.
 
-        The next `exchange` writes it.
+        The next `exchange` writes the same text to the key-value store, so that the errors of other ranks contain it.
+
+        Args:
+            what: name of the collective.
+            why: the reason, for example the error of this rank.
         """
         self._place = _WaitingPlace(self._place.number + 1, f"{what}, which it gave up ({why})", True)
         return f"rank {self._rank} is {self._place}"
 
     def exchange(self) -> None:
-        """Write this rank's place and read those of the others, unless that takes longer than _NEWS_SECONDS."""
+        """Write this rank's place to the key-value store, and read the other ranks' places from it.
+
+        If the key-value store does not answer within _NEWS_SECONDS, the call returns without an error.
+        """
         with self._changed:
             self._asked += 1
             mine = self._asked
@@ -123,9 +142,9 @@ class Watch:
             self._changed.wait_for(lambda: self._done >= mine or self._is_closed, _NEWS_SECONDS)
 
     def places(self) -> str:
-        """Return a text with the place of each rank, as of the last time that it was heard of.
+        """Exchange places, and return a text that says of each rank in which collective it is, or was last.
 
-        If the key-value store does not answer in time, these are the places that were heard before.
+        If the key-value store does not answer in time, the text has the places that this rank has read before.
         """
         self.exchange()
         heard = self._heard
@@ -137,11 +156,14 @@ class Watch:
 
     @property
     def _others(self) -> Sequence[int]:
-        """The ranks at whose places this one looks."""
+        """The other ranks whose places this rank reads: at most _MOST_PLACES of them."""
         return [rank for rank in range(self._world_size) if rank != self._rank][:_MOST_PLACES]
 
     def close(self) -> None:
-        """End the thread, without waiting for a key-value store that does not answer; idempotent."""
+        """End the thread that writes and reads places; idempotent.
+
+        The call does not wait for a key-value store that does not answer.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -157,8 +179,9 @@ class Watch:
                 asked = self._asked
             place = self._place
             self._say(place)
-            # This rank reads the others' places once while it still waits in a collective, because the process that has
-            # the key-value store may be gone when the wait has failed.
+            # If this rank still waits in the collective of its last round, it reads the other ranks' places once now.
+            # It cannot rely on a read after its wait has failed, because the process that has the key-value store may
+            # be gone then.
             if asked > self._done or (place.inside and place is seen and place is not looked):
                 self._listen()
                 looked = place
@@ -168,17 +191,19 @@ class Watch:
                 self._changed.notify_all()
 
     def _say(self, place: _WaitingPlace) -> None:
-        # The error occurs if the rank that hosts the store is gone. The collectives report that.
+        # `set` raises RuntimeError if the process with the key-value store (a TCPStore) is gone. The error is ignored,
+        # because the collectives report that this process is gone.
         with suppress(RuntimeError):
             self._store.set(str(self._rank), f"{time.time()} {place}")
 
     def _listen(self) -> None:
-        """Read what the other ranks have said last."""
+        """Read from the key-value store the places that the other ranks have written there last."""
         heard = self._heard.copy()
         with suppress(RuntimeError):
             for rank in self._others:
                 if self._store.check([str(rank)]):
                     said_at, _, place = self._store.get(str(rank)).decode().partition(" ")
                     heard[rank] = _Heard(place, time.monotonic() - max(0.0, time.time() - float(said_at)))
-        # Other threads may read the former dictionary now, so it is replaced and not changed.
+        # Other threads may be reading the dictionary of the other ranks' places, so a new dictionary replaces it, and
+        # the old one is not changed.
         self._heard = heard

@@ -1,8 +1,8 @@
 """A writer of Chrome traces, the JSON files that https://ui.perfetto.dev and chrome://tracing open.
 
-Format: "Trace Event Format" (Google, 2016), with complete events ("X", microseconds) and metadata events ("M") that
-name processes and rows. This module owns nothing. It must never leave an incomplete file under the name that the caller
-gives.
+The format is "Trace Event Format" (Google, 2016). The writer uses complete events ("X", in microseconds), and metadata
+events ("M"), which name processes and rows. This module owns nothing. It must never leave an incomplete file under the
+name that the caller gives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from trainer_client.base.recorder import TraceSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A heading of the trace and the spans under it; those of all processes of a trace are on one clock."""
+    """A process of the Chrome trace: a heading with the name `name`, and the spans that the viewer shows under it.
+
+    The times of the spans of all processes must be on one clock.
+    """
 
     name: str
     spans: Sequence[TraceSpan]
@@ -32,9 +35,10 @@ def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Se
 
     Args:
         path: the file, which is replaced if it exists.
-        processes: the headings of the trace, in their order on the screen.
+        processes: the processes of the trace, in the order in which the viewer shows them.
         began: the time on the spans' clock at which the trace begins, in seconds.
-        rows: names of rows in their order on the screen; rows with other names follow.
+        rows: names of rows, in the order in which the viewer shows them under each process. Rows of spans with other
+            names follow after them.
 
     Raises:
         OSError: the file cannot be written.
@@ -74,9 +78,9 @@ def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> It
 
 
 def _lanes(spans: Iterable[TraceSpan]) -> list[list[TraceSpan]]:
-    """Distribute spans over as few lanes as possible so that none overlap within a lane.
+    """Distribute the spans of one row over as few rows of the trace as possible, so that no two spans overlap in a row.
 
-    The format requires that, because overlapping events of one row have to be nested.
+    The format requires that events of one row do not overlap unless one contains the other.
     """
     lanes: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: (span.began, span.ended)):

@@ -1,8 +1,8 @@
 """The reporter, which makes the report of each step and logs a line about it.
 
 A report needs the counters of the store, which are requested when the step ends and arrive while the next step runs.
-This module owns the last report and that request. It must never make a step wait; only a caller that asks for a report
-waits for it.
+This module owns the last report and the request of the counters. It must never make a step wait. Only a caller that
+asks for a report waits until the counters have come.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _ReportedStep:
-    """A step that has ended.
+    """A step that has ended, with its report as soon as the report is made.
 
     Attributes:
         number: number of the step in the job.
         sums: the times and counts that this rank has recorded in the step.
         gathers: counts of this rank's gathers.
         line: called with the report, to log a line; None: nothing is logged.
-        answered: set when the store has answered, or failed to.
+        answered: set when the store's counters have come or the request for them has failed, and the report is made.
         report: the report; None before `answered` is set, or if it could not be made.
     """
 
@@ -49,7 +49,10 @@ class _ReportedStep:
 
 
 class Reporter:
-    """The reporter of one rank. The training thread calls `end_step`."""
+    """Makes one rank's report of each step, and has a line about the step logged.
+
+    The training thread calls `end_step`. `last` returns the newest report.
+    """
 
     def __init__(
         self,
@@ -59,14 +62,14 @@ class Reporter:
         place: RankPlace,
         traces: Sequence[StepTrace | StepExport] = (),
     ) -> None:
-        """Request the store's counters from before the first step. It does not wait.
+        """Request the store's counters before the first step, as the first report needs them. It does not wait.
 
         Args:
             recorder: records the times and counts of this rank.
             gathers: counts this rank's gathers.
-            store: gives its counters.
-            place: this rank's place in the job.
-            traces: objects that get each step that ends.
+            store: this rank's store, which gives the daemon's counters.
+            place: the sizes of the model and of the job, as the report needs them.
+            traces: the traces of this rank, whose `end_step` is called for each step that ends.
         """
         self._recorder = recorder
         self._gathers = gathers
@@ -74,7 +77,7 @@ class Reporter:
         self._place = place
         self._traces = traces
         self._roofline = Roofline()
-        # The times and counts that were recorded before the first step belong to no report.
+        # No report may contain the times and counts that were recorded before the first step, so they are dropped now.
         recorder.end_step()
         gathers.reset()
         self._before = pb.ReadCountersResponse()
@@ -82,11 +85,11 @@ class Reporter:
         store.read_counters().add_done_callback(self._begin)
 
     def end_step(self, number: int, line: Callable[[StepReport], None] | None = None) -> None:
-        """End step `number`, and begin to make its report. It does not wait.
+        """End step `number`, and request the counters for its report. The call does not wait.
 
         Args:
             number: number of the step in the job.
-            line: called with the report when it is made, on another thread.
+            line: called on another thread with the report, when it is made; None: no line is logged.
         """
         sums = self._recorder.end_step()
         gathers = self._gathers.snapshot().total
@@ -99,7 +102,7 @@ class Reporter:
             trace.end_step(number, sums)
 
     def last(self) -> StepReport | None:
-        """Return the report of the newest step, after waiting for the store's quick answer; None before the first."""
+        """Wait for the store's counters, and return the report of the newest step; None before the first step."""
         step = self._last
         if step is None:
             return None
@@ -111,7 +114,10 @@ class Reporter:
             self._before = reading
 
     def _answer(self, step: _ReportedStep, future: Future[pb.ReadCountersResponse]) -> None:
-        """Make the report of `step`; runs on a thread of gRPC, once for each step and in their order."""
+        """Make the report of `step` from the counters that `future` has.
+
+        gRPC calls this on a thread of its own, once for each step and in the order of the steps.
+        """
         try:
             work, reading = StoreWork(), _reading(future)
             if reading is not None and self._before.tiers:
@@ -121,17 +127,17 @@ class Reporter:
             if step.line is not None:
                 step.line(step.report)
         except Exception:
-            # The error is logged here, because no thread waits for this method to return. Training goes on without the
-            # report.
+            # An error of a report is logged and not raised, because no thread waits for the report. Training goes on
+            # without it.
             log.exception("the report of step %d could not be made", step.number)
         finally:
             step.answered.set()
 
 
 def _reading(future: Future[pb.ReadCountersResponse]) -> pb.ReadCountersResponse | None:
-    """Return the counters; None if the store did not answer.
+    """Return the store's counters that `future` has; None if the store did not answer.
 
-    The next call that needs the store then raises the error.
+    The error is logged and not raised here, because the next call of the training to the store raises one.
     """
     try:
         return future.result()

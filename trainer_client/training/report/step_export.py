@@ -1,9 +1,9 @@
-"""Traces of steps for an OpenTelemetry collector: a span for each step of this rank, with all that it did below it.
+"""Traces of steps for an OpenTelemetry collector: a span for each step of this rank, and below it its operations.
 
-The spans are those of the recorder, which `step_trace.py` writes to a file. The daemon sends its own spans: this module
-tells it, with each call, which step the call belongs to (W3C's `traceparent`). All ranks of a step are in one trace,
-whose root is the step of rank 0. This module owns the sender and the choice of the steps. It must never make a step
-wait.
+The spans of operations are those of the recorder, which `step_trace.py` writes to a file. The daemon sends its own
+spans to the collector. So that they belong to the step, each call of this rank to the daemon carries the step's span
+(W3C's `traceparent`). The spans of a step of all ranks are in one trace, whose root is the span of rank 0. This module
+owns the sender and the choice of the steps. It must never make a step wait.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ _TRACE_ID_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class _ExportedStep:
-    """The step under way: its span, and the list that gets the recorder's spans."""
+    """A step under way that is exported: its OpenTelemetry span, and the list of its operations' spans.
+
+    The recorder adds each operation of the step to the list.
+    """
 
     span: Any
     spans: list[TraceSpan]
 
 
 class StepExport:
-    """The export of one rank. The training thread calls `end_step`.
+    """Sends the spans of one rank's steps to an OpenTelemetry collector. The training thread calls `end_step`.
 
     Args:
         section: the config's section, which names the collector and the steps.
         recorder: records the spans of this rank.
-        store: gets the span of the step, for its calls. It was made with a `trace_parent`. The traces get their ids
-            from the run of its job, so that these are the same on all ranks.
+        store: this rank's store, made with a `trace_parent`, by which its calls carry the step's span. A trace's id
+            follows from the store's `run_id` and the step, so it is the same on all ranks.
         job: name of the job.
         rank: number of this rank.
 
@@ -75,16 +78,18 @@ class StepExport:
         self._run_id = store.run_id
         self._job = job
         self._rank = rank
-        # The number of steps that this run has made. It is the same on all ranks.
+        # The number of steps that this run has made or skipped, from which each rank knows whether a step's spans are
+        # exported. It is the same on all ranks.
         self._made = 0
         self._began = recorder.step_began
         self._step: _ExportedStep | None = None
-        # The spans of a step are handed over on this thread, because that takes some hundredths of a second.
+        # A separate thread gives the spans of a step to the sender, because that takes some hundredths of a second, for
+        # which the training thread must not wait.
         self._thread = ThreadPoolExecutor(1, "paramserver-telemetry")
         self._begin_if_due()
 
     def end_step(self, number: int, sums: StepSums) -> None:
-        """End step `number` of the job, and begin the next one. It does not wait."""
+        """End the span of step `number` of the job, and begin the span of the next step. The call does not wait."""
         self._finish(f"step {number}", sums.began, sums.ended, number)
         self._began = sums.ended
         self._made += 1
@@ -93,8 +98,8 @@ class StepExport:
     def close(self) -> None:
         """Send the spans that are not sent yet, as far as the collector takes them within some seconds.
 
-        The time since the last traced step ended gets a span of its own, which is not a step, because the store may
-        have put spans below it.
+        The next step may have been begun as a traced one. Its span ends here under the name "end of the run". It is
+        sent although it is no step, because the daemon may have sent spans that are below it.
         """
         self._finish("end of the run", self._began, time.monotonic(), None)
         self._thread.shutdown()
@@ -129,6 +134,6 @@ class StepExport:
             more: dict[str, str | int] = {"paramserver.row": one.row}
             if one.nbytes:
                 more["paramserver.bytes"] = one.nbytes
-            # A wait or a transfer may have begun in the step before.
+            # A wait or a transfer may have begun before this step, so its span is cut off at the step's begin and end.
             self._sender.add(parent, f"{one.row}: {one.name}", max(one.began, began), min(one.ended, ended), more)
         self._sender.end(span, ended, attributes)

@@ -1,15 +1,16 @@
 """The report of a step: where its time went, its waits and their causes, the bytes that it moved, and the roofline.
 
-This module owns the best rate that each resource has shown in the run. It must never communicate: `reporter.py` asks
-the store.
+This module owns the best rate that each link has shown in the run. It must never communicate: `reporter.py` requests
+the store's counters.
 
-[Note: the roofline] For each resource (compute, and each link that moves bytes), the report has the least time that it
-needed for this step. For compute this is the time in forward and backward without waits and copies, for a link it is
-bytes / the best bandwidth that the link has shown in this run. T_roof is the longest of these times. The step could not
-be shorter without using that resource less, so T_roof / T_step says how well all other work was hidden behind it.
+[Note: the roofline] For each resource (compute, and each link that moves bytes), the report has the least time that the
+resource needed for this step. For compute this is the time in forward and backward without waits and copies. For a link
+it is the bytes moved, divided by the best bandwidth that the link has shown in this run. T_roof is the longest of these
+times. The step could not be shorter than T_roof without using that resource less. So T_roof / T_step says how well all
+other work was hidden behind that resource.
 
-An accelerator measures its computation and the copies to it by events. Those that are not complete at the end of their
-step are in the report of the next one.
+The computation of an accelerator and the copies to it are measured by events on the device. If an event is not complete
+at the end of its step, its time is in the report of the next step.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ COPIED = "copied"
 COMPUTE = "compute"
 
 _COMPUTING = ("forward", "backward")
-# The least bytes of a transfer that is used to measure bandwidth, because latency dominates smaller ones.
+# Only transfers of at least so many bytes are used to measure bandwidth, because latency dominates smaller ones.
 _LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """Seconds that this rank waited in one phase of the step; `where` is the unit, or the collective."""
+    """Seconds that this rank waited in one phase for one cause; `where` is the unit or the collective it waited for."""
 
     phase: str
     cause: str
@@ -48,32 +49,32 @@ class Stall:
 class StepReport:
     """The report of one step of one rank.
 
-    The values of the store (NVMe, fetches) are those of its whole node and of all jobs there, from the end of the step
-    before to the end of this one.
+    The values of the store (NVMe, fetches) are those of the whole daemon, with all its ranks and jobs, from the end of
+    the step before to the end of this step.
 
     Attributes:
         step: `engine.global_steps` at the end of the step.
         seconds: duration since the end of the step before; it includes the loading of data.
         phases: seconds in forward (until backward begins, so with the loss), backward, step, inference, and idle (none
-            of these). They add up to `seconds`.
+            of these phases). They add up to `seconds`.
         stalls: the waits of this rank, the longest first.
         stall_seconds: seconds of all waits, by cause.
         gathers: how often a unit was gathered from leased bytes.
         gather_seconds: seconds of these gathers without the waits in them.
-        prefetch_hits: number of gathers whose bytes were in place when they were wanted.
-        predicted_gathers: number of gathers that were announced to the store ahead.
+        prefetch_hits: number of gathers whose bytes were in host memory already when this rank needed them.
+        predicted_gathers: number of gathers that this rank had announced to the store before.
         fetch_seconds: seconds in which the store was fetching from NVMe for forward and backward.
         data_plane: how bytes pass between rank and store: "arena" or "streams".
         bytes: bytes moved, by link: `store_to_trainer`, `trainer_to_store`, `copied` (leased bytes that were copied to
             where a unit uses them), `collectives`, `nvme_read`, `nvme_written`.
         bytes_per_parameter: `bytes` divided by the number of parameters in this rank's part (model / ranks); for the
             NVMe links, in the parts of all ranks that share the store.
-        bandwidths: for each link with a measured rate, the best one of the run in bytes per second.
+        bandwidths: for each link with a measured rate, its best rate in this run, in bytes per second.
         resources: the least seconds that each resource needed; see [Note: the roofline].
         binding: the resource that needed the most time.
         daemon_restarts: how often the store daemon was restarted in this step.
-        boundaries: bytes of the boundaries of activation checkpoints, if they may leave the device: `kept` there,
-            `moved` to the store, computed `again`, and `spilled` by the store to NVMe.
+        boundaries: bytes of the boundaries of activation checkpoints, if boundaries may leave the device: `kept` on the
+            device, `moved` to the store, computed `again`, and `spilled` by the store to NVMe.
     """
 
     step: int
@@ -102,12 +103,12 @@ class StepReport:
 
     @property
     def prefetch_hit_rate(self) -> float | None:
-        """The fraction of gathers whose bytes were in place when they were wanted; None if nothing was gathered."""
+        """`prefetch_hits` divided by `gathers`; None if no unit was gathered."""
         return self.prefetch_hits / self.gathers if self.gathers else None
 
     @property
     def hidden_fetch_fraction(self) -> float | None:
-        """The fraction of the store's fetch time that this rank did not wait for; None if nothing came from NVMe."""
+        """The fraction of the store's fetch time for which this rank did not wait; None if nothing came from NVMe."""
         if not self.fetch_seconds:
             return None
         return max(0.0, 1.0 - self.stall_seconds.get(Cause.FETCH.value, 0.0) / self.fetch_seconds)
@@ -123,7 +124,7 @@ class StepReport:
         return self.roofline_seconds / self.seconds if self.seconds else 0.0
 
     def stalls_of_units(self) -> dict[str, dict[str, float]]:
-        """Return the seconds of waits by unit (or collective), and then by cause."""
+        """Return the seconds that this rank waited, by the unit or collective it waited for, and then by cause."""
         totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for stall in self.stalls:
             totals[stall.where][stall.cause] += stall.seconds
@@ -141,7 +142,7 @@ class StepReport:
         }
 
     def __str__(self) -> str:
-        """Return one line for a log."""
+        """Return the report as one line for a log: the times, the waits and the moved bytes of the step."""
         rate = self.prefetch_hit_rate
         shown = "" if rate is None else f" prefetch_hits={rate:.0%}"
         if self.daemon_restarts:
@@ -156,12 +157,12 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """This rank's place in the job.
+    """The sizes of the model and of the job, and how this rank reaches its store and computes.
 
     Attributes:
         parameters: number of elements of the whole model.
         world_size: number of ranks of the job.
-        sharers: number of ranks that use the same store as this one.
+        sharers: number of ranks that use the same store as this rank, itself included.
         data_plane: how bytes pass between rank and store: "arena" or "streams".
         is_on_device: whether the rank computes on an accelerator.
     """
@@ -175,7 +176,10 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreWork:
-    """The work of the store's tiers within a step."""
+    """The bytes that the store's tiers have moved within a step, and the seconds that they took for it.
+
+    `device_bytes_per_second` is the speed of all NVMe devices together, as the store has measured it.
+    """
 
     nvme_read: int = 0
     nvme_written: int = 0
@@ -189,12 +193,14 @@ class StoreWork:
     def between(
         cls, before: pb.ReadCountersResponse, after: pb.ReadCountersResponse, *, restarts: int = 0
     ) -> StoreWork:
-        """Return the difference of two readings of the counters.
+        """Return the work between two readings of the store's counters: the differences of the counters.
 
-        No bytes and no time are known if the daemon was restarted between them, because its counters began at 0 then.
+        If the daemon was restarted between the two readings, its counters began at 0 again. All bytes and seconds of
+        the result are 0 then, because the true ones are not known.
 
         Args:
-            restarts: how many restarts of the daemon this rank knows of. One is also seen by a counter that is lower.
+            restarts: how many restarts of the daemon this rank knows of. A restart of which it does not know is found
+                because a counter is lower than before.
         """
         old, new = _by_tier(before), _by_tier(after)
         nvme, was, host = new[tiers.NVME], old[tiers.NVME], new[tiers.HOST]
@@ -213,13 +219,16 @@ class StoreWork:
 
 
 class Roofline:
-    """The best rate of each link in the run, in bytes per second, and the times that follow from them."""
+    """Keeps the best rate of each link in this run, for the roofline of the reports.
+
+    `see` adds a transfer, and `seconds` returns the least time that each link needs for some bytes.
+    """
 
     def __init__(self) -> None:
         self._best: dict[str, float] = {}
 
     def see(self, link: str, nbytes: int, seconds: float) -> None:
-        """Keep the rate of a transfer if it is the link's best so far."""
+        """Keep the rate of a transfer if it is the link's best so far. Transfers below 1 MiB do not count."""
         if nbytes >= _LEAST_BYTES and seconds > 0:
             self._best[link] = max(self._best.get(link, 0.0), nbytes / seconds)
 
@@ -256,7 +265,9 @@ def make_report(
         roofline.see(COPIED, gathers.copied_bytes, sum(sums.gather_seconds.values()))
     roofline.see(NVME_READ, work.nvme_read, work.nvme_read_seconds)
     roofline.see(NVME_WRITTEN, work.nvme_written, work.nvme_write_seconds)
-    # The daemon measures one rate for both directions, over all bytes that it has moved since its start.
+    # The daemon also reports the speed of its NVMe devices since its start, as one number for reads and writes. This
+    # number counts as the rate of one transfer in each direction, so that reads and writes have a rate even before this
+    # run has measured one.
     if work.device_bytes_per_second:
         for name in (NVME_READ, NVME_WRITTEN):
             roofline.see(name, _LEAST_BYTES, _LEAST_BYTES / work.device_bytes_per_second)
@@ -293,7 +304,7 @@ def make_report(
 
 
 def _host_seconds(sums: StepSums, stalls: Sequence[Stall]) -> float:
-    """Return the seconds of the CPU in forward and backward, without waits and copies."""
+    """Return the seconds that this rank computed on the CPU in forward and backward, without waits and copies."""
     waited = sum(stall.seconds for stall in stalls if stall.phase in _COMPUTING)
     copied = sum(sums.gather_seconds[phase] for phase in _COMPUTING)
     return max(0.0, sum(sums.phases[phase] for phase in _COMPUTING) - waited - copied)

@@ -3,11 +3,11 @@
 This module owns the choice of the steps, the spans that the store has sent, and the thread that writes the file. It
 must never make a step wait, nor end the training because the trace cannot be written.
 
-[Note: two clocks] The daemon's spans are on the clock of its node. Each response has the reading of that clock at the
-moment when it was sent. As with NTP, that moment is assumed to be half-way between request and response on this
-process's clock, with an error of at most half the round trip. The sample with the shortest round trip is used. If the
-two clocks differ by less than its error, rank and daemon are on one node and use the same clock, so the difference is
-taken as 0.
+[Note: two clocks] The daemon's spans are on the clock of its node. Each response of the daemon has the reading of that
+clock at the moment when it was sent. As with NTP, this rank assumes that this moment is half-way between its request
+and the response, with an error of at most half the round trip. It uses the measurement with the shortest round trip. If
+the two clocks differ by less than the error of this measurement, rank and daemon are taken to be on one node and to use
+the same clock, so the difference is taken as 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 STEPS_ROW = "steps"
 _ROWS = (STEPS_ROW, PHASES_ROW, COMPUTE_ROW, GATHERS_ROW, FETCHES_ROW)
-# The most seconds that the run waits at its end for the store's last spans and for the file.
+# The most seconds that the run waits at its end for the store's last spans and until the trace's file is written.
 _CLOSE_SECONDS = 10.0
 
 
@@ -56,28 +56,33 @@ class _State(enum.Enum):
     """Spans are recorded, by this rank and by the store."""
 
     DRAINING = enum.auto()
-    """The traced steps are over, and only the store records, because work that it began in them may still go on."""
+    """The traced steps are over. Only the store still records, because its work for these steps may still go on."""
 
     OVER = enum.auto()
-    """The file is being written, or has been written, or will never be."""
+    """No spans are recorded any more. The file is being written, was written, or will not be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockSample:
-    """One measurement, in seconds: the daemon's clock is `offset` (+- `round_trip / 2`) ahead of this one."""
+    """One measurement of the daemon's clock, in seconds.
+
+    The daemon's clock is `offset` ahead of the clock of this process, with an error of at most `round_trip / 2`.
+    """
 
     round_trip: float
     offset: float
 
 
 class StepTrace:
-    """The trace of one rank. The training thread calls `end_step`.
+    """Writes the trace of one rank: records the spans of the chosen steps, and then writes them to a file.
+
+    The training thread calls `end_step`.
 
     Args:
         section: the config's section, which names the file and the steps.
         recorder: records the spans of this rank.
-        store: sends its spans.
-        rank: number of this rank. Each rank but 0 has its number in the name of its file.
+        store: this rank's store, which is asked for the daemon's spans.
+        rank: number of this rank. Each rank but 0 adds its number to the name of its file.
 
     Raises:
         ConfigError: the directory for the file does not exist.
@@ -94,7 +99,8 @@ class StepTrace:
         self._store = store
         self._rank = rank
         self._state = _State.BEFORE
-        # The number of steps that this run has made.
+        # The number of steps that this run has made or skipped. By this number, the trace begins and ends at the
+        # configured steps.
         self._made = 0
         self._steps: list[TraceSpan] = []
         self._spans: list[TraceSpan] = []
@@ -104,7 +110,7 @@ class StepTrace:
         self._begin_if_due()
 
     def end_step(self, number: int, sums: StepSums) -> None:
-        """End step `number` of the job, and begin or end the trace if it is due. It does not wait."""
+        """End step `number` of the job, and begin or end the trace if that is due. The call does not wait."""
         self._made += 1
         if self._state is _State.DRAINING:
             self._finish()
@@ -153,7 +159,8 @@ class StepTrace:
     def _finish(self) -> None:
         self._state = _State.OVER
         self._collect(ends=True)
-        # A thread writes the file, because that takes some tenths of a second.
+        # A separate thread writes the trace's file, because that takes some tenths of a second, for which training must
+        # not wait.
         self._writer = threading.Thread(target=carried(self._write), name="paramserver-trace", daemon=True)
         self._writer.start()
 
@@ -193,7 +200,7 @@ class StepTrace:
 
 
 def _offset(samples: Iterable[_ClockSample]) -> float:
-    """Return by how many seconds the daemon's clock is ahead; see [Note: two clocks]."""
+    """Return by how many seconds the daemon's clock is ahead of this process's; see [Note: two clocks]."""
     best = min(samples, key=lambda sample: sample.round_trip, default=_ClockSample(0.0, 0.0))
     return 0.0 if abs(best.offset) <= best.round_trip / 2 else best.offset
 
@@ -209,7 +216,7 @@ def _from_store(span: pb.CollectSpansResponse.Span, offset: float) -> TraceSpan:
 
 
 def _within(spans: Iterable[TraceSpan], began: float, ended: float) -> list[TraceSpan]:
-    """Return the spans, clipped to [began, ended]."""
+    """Return the parts of the spans that lie between `began` and `ended`, in seconds of the spans' clock."""
     return [
         replace(span, began=max(span.began, began), ended=min(span.ended, ended))
         for span in spans

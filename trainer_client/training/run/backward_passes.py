@@ -12,10 +12,11 @@ of another engine, which notes it while autograd runs. Several losses may be sca
 hook on each of them says which one a pass has come from. Of several loss scales the smallest one is used, because a
 larger one would make gradients of the engine that needs the smallest one overflow.
 
-[Note: a loss that is not scaled] In fp16 a loss that was computed by calling the engine has to be scaled, and the
-backward pass of one that is not is refused, as in DeepSpeed. Where the script has called `engine.module` instead,
-DeepSpeed takes the loss as it is, and its gradients are too small by the loss scale. Here they are right, because each
-gradient is multiplied by the loss scale once it is computed. Gradients that are too small for fp16 are zeros by then.
+[Note: a loss that is not scaled] In fp16 a loss that was computed by calling the engine has to be scaled. The backward
+pass of a loss that is not scaled is refused, as in DeepSpeed. Where the script has called `engine.module` instead,
+DeepSpeed takes the loss as it is, and its gradients are too small by the loss scale. Here the gradients are right,
+because each one is multiplied by the loss scale after it was computed. Only gradients that are too small for fp16 are
+lost, because they are zeros before the multiplication.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from trainer_client.training.step.training_step import TrainingStep
 
 log = logging.getLogger(__name__)
 
-# The attribute of a loss with its LossFactor.
+# The name of the attribute under which `scale` puts a LossFactor on a loss.
 _FACTOR = "paramserver_loss_factor"
 
-# The factor of the loss of the innermost call of `engine.backward` that is under way on this thread. Passes of other
-# threads have other losses.
+# The factor of the loss of the innermost call of `engine.backward` that is under way on this thread. It is a
+# ContextVar, because passes that other threads have started have other losses.
 _under_way: ContextVar[float] = ContextVar("factor of the loss under way", default=1.0)
 
 
@@ -59,30 +60,32 @@ class LossFactor:
 
 
 class BackwardPasses:
-    """The backward passes of one engine, one at a time."""
+    """Begins and ends the backward passes of one engine, and scales the losses and gradients of these passes."""
 
     def __init__(self, step: TrainingStep, scaler: LossScaler, micro_batches: MicroBatches, commits: Commits) -> None:
         self._step = step
         self._scaler = scaler
         self._micro_batches = micro_batches
         self._commits = commits
-        # The factor of the loss that the pass under way has come from; None if the user has not called `scale` for it.
+        # The factor of the loss whose backward pass is under way. None if the user has not called `scale` for this
+        # loss.
         self._factor: LossFactor | None = None
-        # Whether a forward with gradients has gone through the engine since its last step, so that losses need `scale`;
-        # and whether the log has the warning about a loss that was not scaled.
+        # `_must_scale`: whether a forward with gradients has gone through the engine since its last step, so that
+        # losses must go through `scale`. `_has_warned`: whether the log has the warning about a loss that was not
+        # scaled.
         self._must_scale = False
         self._has_warned = False
 
     def expect_loss(self) -> None:
-        """Note that the user has called the engine's forward, so that the loss has to be scaled."""
+        """Note that the user has called the engine's forward, so that in fp16 the user's loss has to be scaled."""
         self._must_scale = self._must_scale or torch.is_grad_enabled()
 
     def end_step(self) -> None:
-        """Note that the step has ended, so no loss of the engine's forwards has to be scaled any more."""
+        """Note that the step has ended, so no pass is refused before the next forward of the engine."""
         self._must_scale = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale, for a pass that the user starts.
+        """Return the loss times the loss scale, for a backward pass that the user starts.
 
         If other engines have scaled the loss, it is returned times the smallest scale of them all.
         """
@@ -108,7 +111,7 @@ class BackwardPasses:
 
     @contextmanager
     def multiplied(self, factor: float) -> Iterator[None]:
-        """Surround autograd in `engine.backward`, whose loss was multiplied by `factor`."""
+        """Surround the pass of `engine.backward`, so that other engines see the `factor` of its loss."""
         before = _under_way.set(factor)
         try:
             yield
@@ -118,11 +121,12 @@ class BackwardPasses:
     def begin_for_user(self) -> BackwardPlan:
         """Begin a pass that the user, or `backward` of another engine, has started. All ranks must call this.
 
-        The gradients are divided by the accumulation steps, because the user's loss is not; see [Note: a loss of
-        several engines].
+        The gradients are divided by the number of accumulation steps, because the user's loss is not divided by that
+        number; see [Note: a loss of several engines].
 
         Raises:
-            RuntimeError: fp16 training needs a scaled loss, and this one is not; see [Note: a loss that is not scaled].
+            RuntimeError: fp16 training needs a scaled loss, and the loss of this pass is not scaled; see [Note: a loss
+                that is not scaled].
         """
         factor, self._factor = self._factor, None
         if self._scaler.is_enabled and factor is None and self._must_scale:
@@ -142,8 +146,9 @@ class BackwardPasses:
         return self._begin(gradient_factor=wanted / multiplied)
 
     def end(self) -> None:
-        """Count a pass that has ended without an error."""
-        # A pass of the sum of several losses comes from each of them, and has begun with the first one.
+        """Count a backward pass that has ended without an error, for the end of the step."""
+        # The backward of a sum of several scaled losses sets `_factor` once for each loss. The pass has begun with the
+        # first factor, and a later one must not count for the next pass, so it is reset here.
         self._factor = None
         self._micro_batches.end_backward()
 
@@ -157,9 +162,9 @@ class BackwardPasses:
 
 
 def _factor_under_way() -> float:
-    """Return the factor of the loss of `engine.backward`, in a hook of the pass; 1 if the user has started it."""
-    # Autograd has a thread for each accelerator, and gives it the context of the thread that has called it under this
-    # name.
+    """Return the factor of the loss of `engine.backward`, in a hook of its pass; 1 if the user has started the pass."""
+    # Autograd has a thread for each accelerator. torch keeps the context of the thread that has called autograd under
+    # the name "context" in the thread-local state, so a hook on autograd's thread finds the factor there.
     if torch._C._is_key_in_tls("context"):
         context: Context = torch._C._get_obj_in_tls("context")
         return context.get(_under_way, 1.0)

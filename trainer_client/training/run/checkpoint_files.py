@@ -3,7 +3,7 @@
 The layout of the directories is DeepSpeed's: `SAVE_DIR/TAG/` and `SAVE_DIR/latest`. The manifest is one JSON file, so
 that a checkpoint exists completely or not at all. It has the state of the run and the user's own state; the tensors
 stay in the store. This module must never unpickle anything but what client_state.py admits, and must never trust a
-file: each is verified before it is used.
+file: each file is verified before its values are used.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from trainer_client.training.run.stored_state import decode_stored
 
 MANIFEST = "paramserver_checkpoint.json"
 LATEST = "latest"
-# DeepSpeed gives this name to the file that names the newest universal checkpoint; see checkpoint/ds_to_universal.py.
+# The name of the file that names the newest universal checkpoint. DeepSpeed uses the same name; see
+# checkpoint/ds_to_universal.py.
 LATEST_UNIVERSAL = "latest_universal"
 FORMAT = 1
 
-# The largest manifest that is written and read. It bounds the memory that a foreign file can take. A manifest has the
-# random states, schedules, user values and buffers of each rank, and most have some kilobytes.
+# The largest size of a manifest that is written and read, in bytes. The limit bounds the memory that a manifest of
+# unknown origin can take. A manifest has the random states, schedules, user values and buffers of each rank, and most
+# manifests have some kilobytes.
 _MOST_BYTES = 1 << 30
 _MOST_TAG_BYTES = 255
-# The beginnings and ends of the names of files that DeepSpeed writes into the directory of a tag.
+# Patterns for the names of files that DeepSpeed writes into the directory of a tag. A directory with such a file is a
+# checkpoint of DeepSpeed.
 _FILES_OF_DEEPSPEED = ("*_optim_states.pt", "*_model_states.pt", "*.distcp", "mp_rank_*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptAt:
-    """A store that keeps a part of the step: its address when the checkpoint was saved, and its state directory."""
+    """A store that keeps a part of the checkpoint's step: its address at the save, and its state directory."""
 
     address: str
     state_dir: str
@@ -50,7 +53,7 @@ class KeptAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """A checkpoint.
+    """The content of a checkpoint's file: where the stores keep the step, and the values that are not tensors.
 
     Attributes:
         tag: the name of the checkpoint's directory.
@@ -60,8 +63,8 @@ class CheckpointManifest:
         stores: the stores that keep the step.
         metric: the number by which `keep_best` compares steps, given by the user; None: there is none.
         run_states: for each rank the encoded state of its run, as commits carry it.
-        client_states: for each rank the user's state, as `encode_user_state` gives it; {}: that of rank 0.
-        buffers: for each rank the model's buffers, encoded as the states are; "": those of rank 0.
+        client_states: for each rank the user's state, as `encode_user_state` gives it; {}: equal to that of rank 0.
+        buffers: for each rank the model's buffers, encoded as the states are; "": equal to those of rank 0.
         saved_at: the time of the save, in seconds since 1970.
     """
 
@@ -78,15 +81,15 @@ class CheckpointManifest:
     saved_at: float
 
     def client_state_of(self, rank: int) -> Mapping[str, str]:
-        """Return the encoded user's state of a rank; that of rank 0 for a rank that has not saved."""
+        """Return the encoded user's state of a rank; if the rank has saved none, the state of rank 0."""
         return (self.client_states[rank] if rank < len(self.client_states) else {}) or self.client_states[0]
 
     def buffers_of(self, rank: int) -> str:
-        """Return the encoded buffers of a rank; those of rank 0 for a rank that has not saved."""
+        """Return the encoded buffers of a rank; if the rank has saved none, the buffers of rank 0."""
         return (self.buffers[rank] if rank < len(self.buffers) else "") or self.buffers[0]
 
     def to_json(self) -> str:
-        """Return the text of the manifest's file. Raise CheckpointError if it is larger than what is read."""
+        """Return the text of the manifest's file. Raise CheckpointError if it is too large to be read again."""
         content = asdict(self)
         text = json.dumps({"format": FORMAT, "checksum": _checksum(content), "checkpoint": content})
         if len(text) > _MOST_BYTES:
@@ -171,7 +174,7 @@ def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
 
 
 def decode_run_state(encoded: str, path: str) -> dict[str, Any]:
-    """Return the state of a rank's run. It can raise CheckpointError, which names `path`."""
+    """Return the decoded state of a rank's run in a manifest. It can raise CheckpointError, which names `path`."""
     return _decoded(decode_stored, "state of the run", encoded, path)
 
 
@@ -188,7 +191,7 @@ def _decoded(decode: Callable[[bytes], dict[str, Any]], what: str, encoded: str,
 
 
 def check_tag(tag: str) -> str:
-    """Return a tag as a relative path. Raise CheckpointError if it does not name a directory below another one."""
+    """Return a tag as a relative path. Raise CheckpointError unless it names a directory below the save directory."""
     path = PurePosixPath(tag)
     if (
         not path.parts
@@ -204,7 +207,7 @@ def check_tag(tag: str) -> str:
 
 
 def read_latest(directory: Path, name: str = LATEST) -> str | None:
-    """Return the tag that the file `name` names; None if there is no such file.
+    """Return the tag in the file `name` (by default `latest`) of a directory; None if there is no such file.
 
     It can raise CheckpointError, OSError.
     """
@@ -241,8 +244,8 @@ def read_manifest(directory: Path) -> CheckpointManifest:
 def write_all(contents: Mapping[Path, str]) -> None:
     """Write files that appear when all of them are complete and on the disk. After an error none of them has changed.
 
-    The former files are written beside the new ones before any of them gets its name, because a full disk would have
-    no room to write them again. It can raise OSError.
+    Copies of the former files are written, too, before any new file gets its name. They are put back after an error,
+    when a full disk might have no room to write them. It can raise OSError.
     """
     with ExitStack() as stack:
 
@@ -285,9 +288,9 @@ def root_of(directory: Path, tag: str) -> Path:
 
 
 def remove(directory: Path, tag: str) -> None:
-    """Remove a manifest, the directories of its tag that are empty then, and `latest` if it names the tag.
+    """Remove the manifest of a tag in `directory`, and then the directories of the tag that are empty.
 
-    It can raise OSError.
+    `latest` is removed, too, if it names the tag. It can raise OSError.
     """
     (directory / MANIFEST).unlink(missing_ok=True)
     latest = root_of(directory, tag) / LATEST
@@ -298,7 +301,7 @@ def remove(directory: Path, tag: str) -> None:
 
 
 def remove_empty(directory: Path, tag: str) -> None:
-    """Remove the directories of a tag that are empty. The user may have files of his own in them."""
+    """Remove the empty directories of a tag. A directory in which the user has other files stays."""
     root = root_of(directory, tag)
     with suppress(OSError):
         while directory != root:

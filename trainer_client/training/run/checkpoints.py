@@ -1,9 +1,9 @@
 """Checkpoints with DeepSpeed's verbs: steps that the stores keep, and a small manifest of each in a directory.
 
 Saving copies nothing: the stores keep the newest commit under a name, and rank 0 writes the manifest. Loading makes a
-new commit with the values of a kept step, of any job and any number of ranks. So checkpoints that are later than the
-loaded one are kept. This module owns the names of the steps that are kept for checkpoints. It must never forget a step
-that a manifest names, unless retention.py says that none needs it.
+new commit with the values of a kept step, of any job and any number of ranks. So loading deletes no checkpoint, also
+none that is later than the loaded one. This module owns the names of the steps that are kept for checkpoints. It must
+never forget a step that a manifest names, unless retention.py says that no checkpoint needs the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from trainer_client.training.run.stored_step import StoreAddress, StoredStep
 log = logging.getLogger(__name__)
 
 _NONCE_BYTES = 4
-# A note in the store has at most this many bytes; a longer path of a directory is left out.
+# The largest size in bytes of the note that the store keeps with a kept step. The note is the path of the checkpoint's
+# directory. A longer path is not stored.
 _MOST_NOTE_BYTES = 1024
 T = TypeVar("T")
 
@@ -65,15 +66,16 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one run, which this rank saves and finds together with the others."""
+    """The checkpoints of one run, which this rank saves and finds together with the other ranks."""
 
     def __init__(
         self, user: UserObjects, rank: RankContext, states: Sequence[PlacedStates], *, leads_store: bool
     ) -> None:
-        """Join the parts.
+        """Begin without a known checkpoint.
 
         Args:
-            leads_store: whether this rank speaks for all ranks of its store.
+            leads_store: whether this rank speaks for all ranks of its store, so that it alone has the store keep and
+                forget steps.
         """
         self._user = user
         self._plain = PlainState(user.module, user.parameters)
@@ -100,16 +102,17 @@ class Checkpoints:
     ) -> Path:
         """Keep the commit `step` in all stores, and write a manifest of it. All ranks must call this.
 
-        A run state has the buffers of a commit, which has room for small ones only. The other buffers are those of this
-        moment, so a warning names them if a step is under way.
+        The manifest has the small buffers of the model as the commit has them. The commit has no room for large
+        buffers, so these get their values of this moment, and a warning names them if a step is under way.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            CheckpointError, StoreError, OSError: this or another rank failed to save it. Then no step is kept, and an
-                earlier checkpoint of the same tag is unchanged.
-            CollectiveError: the ranks lost each other. The checkpoint is saved or not; the stores keep the step anyway.
+            CheckpointError, StoreError, OSError: this or another rank failed to save the checkpoint. In this case no
+                step is kept, and an earlier checkpoint of the same tag is unchanged.
+            CollectiveError: the ranks lost each other. It is not known whether the checkpoint is saved, so the stores
+                keep the step.
         """
         tag = files.check_tag(self._agree_on(tag))
         directory = Path(save_dir).absolute() / tag
@@ -146,7 +149,7 @@ class Checkpoints:
                 "save_checkpoint()", lambda: self._write(manifest, directory, save_latest=save_latest)
             )
         except CollectiveError:
-            # Rank 0 may have written the manifest already, and then the checkpoint needs the step.
+            # Rank 0 may have written the manifest, which refers to the kept step, so the step is not forgotten.
             raise
         except (TrainerClientError, OSError):
             self._forget([name])
@@ -158,7 +161,8 @@ class Checkpoints:
     def _encode(self, run_state: bytes, user_state: Mapping[str, Any], *, is_within_step: bool) -> dict[str, Any]:
         """Return this rank's own part of a manifest. All ranks must call this; it raises as `save`.
 
-        An empty value stands for that of rank 0, so that what is equal is sent and saved once.
+        An empty value stands for the value of rank 0, so that values which are equal on all ranks are sent and saved
+        once.
         """
         own: dict[str, Any] = {}
 
@@ -222,13 +226,13 @@ class Checkpoints:
         All ranks must call this.
 
         Args:
-            with_states: whether the optimizer's states are loaded, too.
+            with_states: whether the optimizer's states are loaded, too. If not, the optimizer keeps its states.
 
         Raises:
             StoreError: a store failed.
         """
         source, manifest = loaded.source, loaded.manifest
-        # A rank's own store comes first, so that the rank reads from it all elements that it has.
+        # The rank's own store comes first in the list, so that the rank reads from it all elements that it has.
         stores = sorted(source.stores, key=lambda store: store.epoch != self._store.epoch)
         with StoredStep(
             job=manifest.job,
@@ -252,7 +256,7 @@ class Checkpoints:
         give_buffers(self._user.module, loaded.buffers)
 
     def _encoded_buffers(self, run_state: bytes, *, is_within_step: bool) -> str:
-        """Return all buffers of the model, encoded: those of the run state, and the larger ones of this moment."""
+        """Return all buffers of the model, encoded: those in the run state, and the larger ones as they are now."""
         committed = _buffers_in(run_state)
         larger = self._plain.larger_buffers(committed)
         if larger and is_within_step and self._collectives.rank == 0:
@@ -265,9 +269,9 @@ class Checkpoints:
         return client_state.encode({**committed, **larger}).decode()
 
     def _agree_on(self, tag: str) -> str:
-        """Return the tag of rank 0. All ranks must call this.
+        """Return the tag of rank 0, which all ranks use for the checkpoint. All ranks must call this.
 
-        Raise ConfigError if `checkpoint.tag_validation` asks for that.
+        If the ranks have different tags and `checkpoint.tag_validation` is "Fail", raise ConfigError.
         """
         tags = [given.decode() for given in self._collectives.gather_bytes(tag.encode(), "save_checkpoint()")]
         different = [rank for rank, other in enumerate(tags) if other != tags[0]]
@@ -290,7 +294,8 @@ class Checkpoints:
         if save_latest:
             contents[files.root_of(directory, manifest.tag) / files.LATEST] = manifest.tag
         try:
-            # The caller makes the stores forget the step after an error, so no manifest must name it then.
+            # After an error of this call, the caller makes the stores forget the kept step. So `write_all` leaves no
+            # manifest behind that refers to the step.
             files.write_all(contents)
         except OSError:
             files.remove_empty(directory, manifest.tag)
@@ -318,12 +323,14 @@ class Checkpoints:
         buffers = files.decode_buffers(manifest.buffers_of(rank), path)
         try:
             counts = state["update_counts"]
-            # None stands for a parameter that the step lacks, whose states stay as they are.
+            # The update count None stands for a parameter that the step does not have. The optimizer states of this
+            # parameter stay as they are.
             state["update_counts"] = [
                 None if p.fqn not in found.places else 0 if p.fqn in found.fresh else int(counts[found.places[p.fqn]])
                 for p in self._user.parameters
             ]
-            # With the same groups, the checkpoint has the same parameters.
+            # If `found.keeps_groups`, the checkpoint has the same parameters as this model. So the names of this
+            # model's parameters are right for the parameter groups of the checkpoint.
             names = [p.fqn for p in self._user.parameters]
             state["optimizer"] = groups_of(state, names) if found.keeps_groups else None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -377,9 +384,9 @@ class Checkpoints:
         return self._on_all_ranks(what, lambda: act() if self._collectives.rank == 0 else None)[0]
 
     def _on_all_ranks_alike(self, what: str, act: Callable[[], T]) -> T:
-        """Call `act` on every rank, and return this rank's result. All ranks must call this.
+        """Call `act` on every rank, and return this rank's result, which may be of any type. All ranks must call this.
 
-        It raises what `_on_all_ranks` raises.
+        If `act` has failed on any rank, all ranks raise an error, as in `_on_all_ranks`.
         """
         results: list[T] = []
         self._on_all_ranks(what, lambda: results.append(act()))
@@ -387,7 +394,7 @@ class Checkpoints:
 
 
 def _buffers_in(run_state: bytes) -> dict[str, torch.Tensor]:
-    """Return the model's buffers that the encoded state of a run has. Rank 0's state has them beside other entries."""
+    """Return the model's buffers in the encoded state of a run. In rank 0's state they are inside the entry "model"."""
     state = client_state.decode(run_state)
     buffers: dict[str, torch.Tensor] = (state["model"] or state)["buffers"]
     return buffers

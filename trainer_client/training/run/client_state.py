@@ -1,7 +1,6 @@
 """The client state of a commit: the values besides tensors that a run needs to resume exactly, as JSON without pickle.
 
-This module owns the encoding, and the states of the random generators. It must never read a format that it did not
-write.
+This module owns the encoding, and the states of the random generators. It must never read a format other than its own.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 
-# The generators that every machine has. All other keys of random states are kinds of devices, as torch names them.
+# The keys of random states for generators on the host, which every machine has. All other keys name kinds of devices,
+# as torch does.
 _ON_HOST = frozenset({"torch", "python", "numpy"})
 
-# The remedies for values that scripts often have, by the names of their classes.
+# Advice for the error text about a value that a commit cannot store, by the name of the value's class.
 _INSTEAD = {
     "set": "write sorted(...)",
     "frozenset": "write sorted(...)",
@@ -52,12 +52,12 @@ _TENSOR, _TUPLE, _PAIRS, _COUNTER = "$tensor", "$tuple", "$pairs", "$counter"
 
 
 def encode(state: Mapping[str, Any]) -> bytes:
-    """Return the encoded state. Raise ClientStateError if a value cannot be encoded; the message has its place."""
+    """Return the state as bytes for a commit. Raise ClientStateError, with its place, for a value without encoding."""
     return _to_text({"format": FORMAT, "state": _pack(state, "")})
 
 
 def with_entry(encoded: bytes, name: str, value: Any) -> bytes:
-    """Return an encoded state with one entry more. It can raise ClientStateError, as `encode`."""
+    """Return an encoded state with the entry `name` added. Raise ClientStateError if `value` cannot be encoded."""
     end = b"}}"
     assert encoded.endswith(end), "the state is the last entry of the document"
     return encoded[: -len(end)] + b"," + _to_text({name: _pack(value, f".{name}")})[1:-1] + end
@@ -89,7 +89,7 @@ def encode_freely(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         torch.save(dict(state), buffer)
         _load_judged(buffer.getvalue())
-    except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot handle.
+    except Exception as error:  # torch and pickle raise errors of many classes for values that they cannot encode.
         raise ClientStateError(
             f"{refused}. Other types must load with torch.load(weights_only=True), and do not: {error}"
         ) from None
@@ -100,29 +100,31 @@ def decode_freely(encoded: Mapping[str, str]) -> dict[str, Any]:
     """Return the state of which `encode_freely` made `encoded`, with its tensors on the CPU.
 
     Raises:
-        ClientStateError: it cannot be read.
+        ClientStateError: `encoded` is damaged, or has objects that are not admitted.
     """
     try:
         if "json" in encoded:
             return decode(encoded["json"].encode())
         return dict(_load_judged(base64.b64decode(encoded["torch"])))
-    except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
+    except Exception as error:  # The bytes may come from a foreign file, for which torch raises errors of many classes.
         raise ClientStateError(f"the stored state cannot be read: {error}") from None
 
 
 def _load_judged(content: bytes) -> Any:
-    """Return the object of a file of torch.save. It raises errors of many classes, before it makes the first object."""
+    """Return the object in a file of torch.save. A file that is not admitted raises one of many errors."""
     judged = torch_files.judged(content, "the stored state")
-    # A sparse tensor whose indices lie outside of it would let later operations read other memory.
+    # A sparse tensor from a foreign file may have indices outside of its shape, with which later operations would read
+    # other memory. So torch checks the indices of each loaded tensor.
     with check_sparse_tensor_invariants():
-        # The device that a tensor was saved on may not be there.
+        # This machine may not have the device that a stored tensor was on, so all tensors are loaded to the CPU.
         return torch.load(io.BytesIO(judged), map_location="cpu", weights_only=True)
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators that a training loop uses.
 
-    They are those of torch, Python, numpy if it is imported, and of `device` under its kind, unless it is the CPU.
+    These are the generators of torch, of Python, of numpy if it is imported, and of `device` unless it is the CPU. The
+    state of the device's generator has the device's kind as its name.
     """
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type != devices.CPU:
@@ -153,8 +155,8 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     """Set the random generators of torch, Python, `device` and numpy to the states that a commit carried.
 
     The generators of `device` and of numpy are left as they are if the commit has no state for them, and numpy's
-    generator also if this process has not imported numpy. A warning says if the commit was made on another kind of
-    device, because its random numbers cannot go on then.
+    generator also if this process has not imported numpy. If the commit was made on another kind of device, its random
+    numbers cannot go on here, and a warning says so.
     """
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
@@ -178,10 +180,10 @@ def check(value: Any, name: str) -> int:
     """Return the size of a value in an encoded state, in bytes.
 
     Args:
-        name: what the value is, as an error names it.
+        name: the name of the value in the text of the error.
 
     Raises:
-        ClientStateError: the value cannot be encoded; the message has its place.
+        ClientStateError: the value cannot be encoded; the message says which part of it.
     """
     return len(_to_text(_pack(value, "", name)))
 
@@ -193,8 +195,8 @@ def _to_text(packed: Any) -> bytes:
 def _to_number(value: Any) -> Any:
     """Return the number of Python that equals a scalar of another class; another value is returned as it is.
 
-    Rates and counts of a script may be scalars of numpy, or its arrays without dimensions. A scalar that no number of
-    Python equals, as a third (`fractions.Fraction`), stays what it is.
+    Rates and counts of a script may be scalars of numpy, or arrays of numpy without dimensions. A scalar that no number
+    of Python equals, such as one third (`fractions.Fraction`), is returned as it is.
     """
     if getattr(value, "shape", None) == () and not isinstance(value, torch.Tensor) and hasattr(value, "item"):
         number = value.item()
@@ -217,7 +219,8 @@ def _pack(value: Any, path: str, name: str = "client state") -> Any:
             flat = value.detach().cpu().contiguous().reshape(-1)
             content = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
         except (RuntimeError, TypeError) as error:
-            # Sparse, quantized, nested, conjugated and meta tensors have no plain bytes.
+            # Sparse, quantized, nested, conjugated and meta tensors have no plain bytes, so torch raises an error for
+            # them.
             reason = str(error).partition("\n")[0]
             raise ClientStateError(
                 f"{name}{path} is a tensor that cannot be committed ({reason}): give a dense tensor with values"

@@ -27,7 +27,7 @@ from trainer_client.training.run.settlement import Settlement
 
 
 class Commits:
-    """The commits of a run, as one rank makes them.
+    """Makes the commits of a run on one rank: hands over states, votes, and waits for the store's answer.
 
     Attributes:
         newest: number of the newest commit that was begun; None for a new job.
@@ -40,8 +40,9 @@ class Commits:
         lanes: the copies between this rank's host memory and its device.
         durability: the config's value: `step`, `snapshot:N` or `none`.
         newest: number of the newest commit; None for a new job.
-        handed_over: number of the first commit, if states are handed over for it already; None: they are not.
-        settlement: finds out when all nodes have a commit.
+        handed_over: number of the first commit, if states are handed over for this commit already; None: no states
+            are.
+        settlement: finds out when the stores of all nodes have a commit.
     """
 
     def __init__(
@@ -63,31 +64,36 @@ class Commits:
         self._states = states
         self._buffers = buffers
         self._lanes = lanes
-        # Whether the store is given gradients in a backward pass, with which it prepares the next step.
+        # Whether this rank gives gradients to the store during backward passes. If so, the store prepares the next step
+        # with them before that step's commit, so this rank may have to wait for the newest commit first.
         self._prepares_steps = any(state.gives_gradients for state in states)
         self._pending: Pending[None] | None = None
-        # Whether the vote for the newest commit is given while the trainer goes on.
+        # Whether the trainer goes on while this rank waits to vote for the newest commit.
         self._votes_later = False
-        # The number of steps from one commit to the next; 0 if steps are not committed.
+        # The number of steps from one commit to the next; 0 if steps are never committed. If the store holds no state,
+        # all states are on the device, and commits are made only as often as the durability asks for.
         self._interval = 1
         if not any(state.is_in_store for state in states):
             self._interval = durable_every_steps(parse_durability(durability))
-        # Until the first commit there is one version only, so reads need no step filter.
+        # A new job or a new layout has only one version of each slab until its first commit, so its reads need not name
+        # a step. In all other cases the reads name the step from which the run resumes.
         if newest is not None and handed_over is None:
             store.read_as_of(newest)
-            # All stores were found to have this commit, although the former run may have ended before it was settled.
+            # All stores have the commit from which this run resumes, but the former run may have ended before the
+            # commit was settled. So this run settles it.
             settlement.begin(newest)
-        # The client state of the last step, or of the last change of states after it; None if it was not encoded.
+        # The encoded client state of the last step, or of a later change of states. None if it was not encoded.
         self._of_last_step: bytes | None = None
-        # Whether a step was made that the newest commit does not have.
+        # Whether the trainer has made a step that is not in the newest commit.
         self.is_behind = False
-        # The next commit begins after these calls. The futures are those of threads that wait for the newest commit.
+        # `_holds`: calls that must return before the next commit begins. `_awaited`: the futures that `answered` has
+        # returned, which are done when the store has answered the newest commit.
         self._holds: list[Callable[[], None]] = []
         self._awaited: list[Future[None]] = []
 
     @property
     def next(self) -> int:
-        """The number of the commit that is being prepared."""
+        """The number of the next commit, for which this rank hands over states now."""
         if self._handed_over is not None:
             return self._handed_over
         if self.newest is None:
@@ -97,22 +103,22 @@ class Commits:
 
     @property
     def state_of_last_step(self) -> bytes | None:
-        """The client state at the end of the last step; None if steps are not committed: it is not encoded then."""
+        """The client state at the end of the last step; None if steps are never committed, because none is encoded."""
         return self._of_last_step
 
     @property
     def commits_steps(self) -> bool:
-        """Whether steps are committed at all."""
+        """Whether training steps are committed. False if durability is `none` and no update changes stored bytes."""
         return self._interval > 0
 
     def note_state(self, client_state: bytes) -> None:
-        """Store the client state with which the run resumes. A commit of an earlier run had it."""
+        """Keep the client state of the commit from which the run resumes, as that of the last step."""
         self._of_last_step = client_state
 
     def end_step(self, step: int, client_state: Callable[[], bytes]) -> None:
         """Begin the commit of the job's training step `step`, if one is due.
 
-        Otherwise keep its client state for `commit_last_step`.
+        If no commit is due yet, keep the step's client state for `commit_last_step`.
         """
         self.is_behind = True
         self._of_last_step = None
@@ -123,7 +129,7 @@ class Commits:
             self.begin(self._of_last_step)
 
     def commit_last_step(self) -> None:
-        """Commit the run's last step, if it was not yet due for a commit; do nothing if steps are never committed."""
+        """Commit the run's last step, if no commit has it yet. Do nothing if steps are never committed."""
         if self.is_behind and self._of_last_step is not None:
             self.begin(self._of_last_step)
 
@@ -133,9 +139,10 @@ class Commits:
         It does not wait for that commit. On an accelerator, the states are copied and the vote is given while the
         caller goes on; see states.py [Note: values that are copied later].
 
-        The commit includes all states that this rank has handed over since the last commit. The vote reports the last
-        commit as settled: all ranks have it, because they meet between two commits. If commits wait for replicas, all
-        replicas have it, too: a store deletes the step before the settled one.
+        The commit includes all states that this rank has handed over since the last commit. The vote tells the store
+        that the last commit is settled. That is true, because all ranks meet between two commits, and if commits wait
+        for replicas, this call has waited until all replicas have it. The store may then delete the step before the
+        settled one.
         """
         self.wait()
         self._settlement.wait_for_replicas()
@@ -164,15 +171,16 @@ class Commits:
     def hold_next(self, hold: Callable[[], None]) -> None:
         """Have the next commit begin only after `hold` has returned.
 
-        The store may delete the newest commit as soon as the next one is made. A reader that is about to be opened at
-        the newest commit needs this.
+        The store may delete the newest commit as soon as the next one is made. So a caller that is about to open a
+        reader of the newest commit holds the next one back until the reader is open.
         """
         self._holds.append(hold)
 
     def answered(self) -> Future[None]:
-        """Return a future that is done when the newest commit is answered everywhere, and cancelled if it is abandoned.
+        """Return a future that is done when all nodes have answered the newest commit, or cancelled if it is abandoned.
 
-        Another thread may wait for it while this rank goes on. It does not say whether the commit has succeeded.
+        Another thread may wait for the future while this rank goes on. The future does not say whether the commit has
+        succeeded.
         """
         if not self._settlement.is_at_once:
             return self._settlement.awaited()
@@ -185,14 +193,15 @@ class Commits:
         return future
 
     def make_way(self, *, for_updates: bool) -> None:
-        """Wait for the newest commit, if a backward pass of the next step must not begin before it is made.
+        """Wait for the newest commit if a backward pass of the next step must not begin before that commit is made.
 
-        The store prepares one step at a time, so updates wait for it. Every pass asks for the memory of gradients, of
-        which the store gives a rank one lease each, and the vote for a step ends those of that step. If the vote comes
-        later, it might come after the pass has asked; otherwise it was given before the forward.
+        There are two reasons to wait. The store prepares one step at a time, so it takes no updates of the next step
+        before the commit. And a rank has one lease for each gradient, which ends with the vote for the step. A vote
+        that is given while the trainer goes on might come only after the pass has asked for these leases again. All
+        other votes were given before the forward.
 
         Args:
-            for_updates: whether the store may be given gradients for updates in the pass.
+            for_updates: whether the store may get gradients in the pass, so that it begins updates of the next step.
 
         Raises:
             StoreError: the commit has failed.
@@ -213,11 +222,12 @@ class Commits:
             except StoreError:
                 self._pending = None
                 raise
-            # `_pending` is cleared only now, because after an interrupted wait the next call waits for the same commit.
+            # `_pending` is set to None only after the wait. If the wait is interrupted, for example by Ctrl-C, the next
+            # call waits for the same commit.
             self._pending = None
 
     def record_settled(self) -> None:
-        """Have this rank's store know after a crash, too, that all nodes have the newest commit.
+        """Make this rank's store remember, even after a crash, that all nodes have the newest commit.
 
         Call this at the end of a run, when all ranks have met after `wait`.
         """
@@ -225,19 +235,19 @@ class Commits:
             self._settlement.record(self.newest)
 
     def wait_until_settled(self) -> None:
-        """Wait until all nodes have the newest commit, and all replicas that commits wait for.
+        """Wait until all nodes have the newest commit, and so have all replicas if commits wait for replicas.
 
         The other ranks need not call this.
 
         Raises:
             StoreError: the commit has failed, or a replica does not have it in time.
-            CollectiveError: another rank has gone, so it is not known whether it has the commit.
+            CollectiveError: another rank has gone, so it is not known whether that rank's store has the commit.
         """
         self.wait()
         self._settlement.wait()
 
 
 def _finish(future: Future[None]) -> None:
-    """Complete a future, unless it was cancelled."""
+    """Set the result of a future to None, unless the future was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_result(None)

@@ -31,7 +31,7 @@ class UserObjects:
 
     Attributes:
         parameters: the parameters of `module`, in the model's order.
-        data: the loader whose cursor is in every commit; None: the user loads data without the engine.
+        data: the loader whose place in the data is in every commit; None: the user loads data without the engine.
     """
 
     module: nn.Module
@@ -56,12 +56,12 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an engine gives back at its end, in reverse order.
+    """The exit stacks that end an engine: its session, process groups, threads and share of a daemon.
 
     Attributes:
-        all: everything. It is closed with the engine, and closes `apart` last.
-        apart: the part that refers neither to the engine nor to its model, such as the session with the store. It is
-            all that is closed for an engine that the program has forgotten; see forgotten.py.
+        all: the stack with all of these. The engine closes it at its end, and it closes `apart` last.
+        apart: the part that refers neither to the engine nor to its model, such as the session with the store. For an
+            engine that the program has forgotten, only this part is closed; see forgotten.py.
     """
 
     all: ExitStack

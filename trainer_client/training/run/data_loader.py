@@ -1,8 +1,8 @@
 """Training data in an order that depends neither on the number of ranks nor on interruptions.
 
-This module owns the order of the samples and the cursor in it. The cursor counts the samples that training steps of all
-ranks have consumed. It does not count samples that workers have fetched ahead, or that the loop has taken and not
-trained on. This module must never use the random generators of the training loop.
+This module owns the order of the samples and the cursor, which is a place in this order. The cursor counts the samples
+that training steps of all ranks have consumed. It does not count samples that workers have fetched ahead, or that the
+loop has taken and not trained on. This module must never use the random generators of the training loop.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class GlobalOrder(Sampler[list[int]]):
     Attributes:
         size: number of samples of the dataset.
         seed: seed of the order.
-        shuffle: whether the order is random; otherwise it is that of the dataset.
-        epoch: epoch of the next step, from 0.
-        samples: number of samples of the epoch that steps have consumed.
+        shuffle: whether the order is random; False: the samples come in the order of the dataset.
+        epoch: epoch of the next step, counted from 0.
+        samples: the cursor: the number of samples of the epoch that steps have consumed.
         end: number of samples of an epoch that steps consume.
     """
 
@@ -47,7 +47,7 @@ class GlobalOrder(Sampler[list[int]]):
         shuffle: bool,
         drop_last: bool = False,
     ) -> None:
-        """Begin at epoch 0.
+        """Set the cursor to the beginning of epoch 0.
 
         Raises:
             ConfigError: the dataset has no samples, or fewer than a step if the last step is left out.
@@ -84,20 +84,20 @@ class GlobalOrder(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, as DistributedSampler's `set_epoch`.
 
-        If the cursor is in the middle of this epoch, it stays there.
+        If the cursor is in the middle of that epoch already, the cursor stays where it is.
 
         A training loop calls this at the beginning of each epoch. A resumed run may be in the middle of the epoch, and
-        goes on there.
+        goes on from there because of this rule.
         """
         if epoch != self.epoch:
             self.epoch, self.samples = epoch, 0
 
     def ends_after(self, micro_batches: int) -> bool:
-        """Return whether no samples of the epoch remain after `micro_batches` more on each rank."""
+        """Return whether the epoch has no samples left after each rank has taken `micro_batches` more micro-batches."""
         return self.samples + micro_batches * self._batch.micro * self._world_size >= self.end
 
     def advance(self, micro_batches: int) -> None:
-        """Move the cursor past a step that has consumed `micro_batches` on each rank."""
+        """Move the cursor past a step that has consumed `micro_batches` micro-batches on each rank."""
         if self.ends_after(micro_batches):
             self.epoch, self.samples = self.epoch + 1, 0
         else:
@@ -111,14 +111,14 @@ class GlobalOrder(Sampler[list[int]]):
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.size)
-        # DistributedSampler shuffles in this way. So a script that moves from DeepSpeed to this library keeps its
-        # losses.
+        # The order of the samples is the one that torch's DistributedSampler makes from the same seed and epoch. So a
+        # script that moves from DeepSpeed to this library keeps its losses.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.size, generator=generator)
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A loader whose iterations each go from the cursor to the end of its epoch.
+    """A DataLoader of one rank, each of whose iterations goes from the cursor to the end of the cursor's epoch.
 
     After a resume, the first iteration begins in the middle of the epoch. If the loop leaves an iteration early, the
     next one continues from the last training step.
@@ -133,11 +133,12 @@ class TrainingLoader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
         self._order = order
-        # The number of micro-batches that the loop has taken and that are not part of a finished step.
+        # The number of micro-batches that the script's loop has taken from the loader and that are not part of a
+        # finished step.
         self._taken = 0
-        # The number of these micro-batches that are part of the step under way.
+        # The number of micro-batches in `_taken` that the step under way has used.
         self._used = 0
-        # The epoch of the last iteration.
+        # The epoch in which the last iteration over the loader began.
         self._epoch = order.epoch
         super().__init__(
             dataset,
@@ -145,15 +146,17 @@ class TrainingLoader(DataLoader[Any]):
             collate_fn=collate_fn,
             num_workers=workers,
             persistent_workers=workers > 0,
-            # Workers are not forked, because a fork would copy locks that threads of gRPC hold.
+            # The workers of the loader are spawned and not forked, because a fork would copy locks that threads of gRPC
+            # hold.
             multiprocessing_context="spawn" if workers else None,
-            # Without a generator of its own, each iteration would draw from torch's default one, which dropout uses.
+            # The loader has a random generator of its own. Without it, each iteration would draw from torch's default
+            # generator, and so change the random numbers of dropout.
             generator=torch.Generator(),
         )
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next step, from 0."""
+        """The epoch that the next step's samples are from, counted from 0."""
         return self._order.epoch
 
     @property
@@ -163,7 +166,8 @@ class TrainingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a class of its own
         if self._epoch == self._order.epoch and self._order.ends_after(self._used):
-            # The step under way has the end of this epoch, and goes on with the next one.
+            # The step under way has taken the last samples of this epoch, and goes on with those of the next epoch. So
+            # the cursor moves to the next epoch now, and not when the step is made.
             self.finish_step()
         self._taken, self._used, self._epoch = 0, 0, self._order.epoch
         self.generator.manual_seed(self._order.seed_here())
@@ -172,19 +176,20 @@ class TrainingLoader(DataLoader[Any]):
             yield micro_batch
 
     def finish_micro_batch(self) -> None:
-        """Count a micro-batch as part of the step under way, unless it did not come from this loader.
+        """Count a micro-batch of this loader as part of the step under way.
 
-        Several backward passes of one micro-batch may each call this, because no more are counted than were taken.
+        Each of several backward passes of one micro-batch may call this, and so may a pass without data of this loader,
+        because no more micro-batches are counted than the loop has taken from the loader.
         """
         self._used = min(self._used + 1, self._taken)
 
     def finish_step(self) -> None:
-        """Move the cursor past the step under way, which was made or skipped."""
+        """Move the cursor past the micro-batches of the step under way, which was made or skipped."""
         self._order.advance(self._used)
         self._taken, self._used = self._taken - self._used, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, and the values that the order depends on."""
+        """Return the cursor, and the values that the order depends on, for a commit."""
         order = self._order
         return {
             "epoch": order.epoch,
@@ -195,9 +200,10 @@ class TrainingLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a stored cursor.
+        """Set the cursor to the one that a commit carried, so that the run goes on with the next samples.
 
-        If dataset, seed or shuffle differ from the stored ones, those of this run are used.
+        Only the cursor is restored. If the dataset, the seed or `shuffle` differ from the stored ones, this run's are
+        used.
         """
         order = self._order
         order.epoch, order.samples = int(state["epoch"]), int(state["samples"])
@@ -225,7 +231,7 @@ def make_loader(
     Args:
         drop_last: whether the samples that do not fill a last step (without a length: a last micro-batch) are left out.
         is_managed: whether each step has `batch.train` samples. If not, a step has any number of micro-batches, so an
-            epoch is filled up to a whole number of these.
+            epoch is filled up to a whole number of micro-batches.
 
     Raises:
         ConfigError: the dataset has no samples, or too few for a step.

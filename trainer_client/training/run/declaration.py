@@ -1,7 +1,7 @@
 """The declaration of a job by a rank: its flat groups, their placement, and the request that opens the job.
 
-It has pure functions of the model, the config and the number of ranks, so that `paramserver plan` computes a job's
-bytes with the code that lays the job out. This module must never contact a store.
+The functions are pure functions of the model, the config and the number of ranks, so that `paramserver plan` computes a
+job's bytes with the code that lays the job out. This module must never contact a store.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def flat_groups(
 
 
 def _suffix(dtype: torch.dtype, usual: torch.dtype, prefix: str = "") -> str:
-    """Return the part of a group's name that gives its dtype; "" for the usual dtype."""
+    """Return the end of a flat group's name, which names its dtype; "" for the `usual` dtype."""
     return "" if dtype is usual else f":{prefix}{str(dtype).removeprefix('torch.')}"
 
 
 def assign(groups: Sequence[FlatGroup], policy: PlacementPolicy) -> dict[str, GroupPlacement]:
-    """Return the placement of each group, by the group's name.
+    """Return where each group's kinds of state have their homes, by the group's name.
 
     Trainable and frozen groups are assigned separately, because frozen groups have no optimizer states.
     """
@@ -95,9 +95,9 @@ def open_request(
     layout: str,
     buffers: Iterable[pb.Parameter] = (),
 ) -> pb.OpenJobRequest:
-    """Return the request that opens a job at a store, to which `attached_ranks` of its ranks attach.
+    """Return the request that opens a job at a store to which `attached_ranks` ranks of the job attach.
 
-    `buffers` are the entries of the ranks' large buffers.
+    `buffers` are the declared entries in which the job's commits have the ranks' large buffers.
     """
     return pb.OpenJobRequest(
         job=job,

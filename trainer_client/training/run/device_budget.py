@@ -1,7 +1,7 @@
-"""The memory that a job needs on a rank's device, compared with what is free there before anything is allocated.
+"""The memory that a job needs on a rank's device, compared with the free memory before anything is allocated.
 
-This module owns the figure and the error. It must never count what it cannot know: activations, and tensors of the
-script.
+This module owns the number of bytes and the error. It must never count what it cannot know: activations, and tensors of
+the script.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trainer_client.training.model.flat_group import FlatGroup
 from trainer_client.training.model.placement import GroupPlacement, Residence
 from trainer_client.training.model.states import placement_bytes
 
-# The root, the unit that computes, and the next one are gathered at once.
+# The number of units that are gathered at the same time: the root, the unit that computes, and the next one.
 _UNITS_AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedGroup:
-    """A flat group with its placement."""
+    """A flat group, and the homes of its kinds of state, by which its bytes on the device are counted."""
 
     group: FlatGroup
     placement: GroupPlacement
@@ -35,7 +35,7 @@ class DeviceNeed:
     """The bytes that one rank needs on its device.
 
     Attributes:
-        homes: bytes of parameters, gradients and optimizer whose home is the device.
+        homes: bytes of parameters, gradients and optimizer states whose home is the device, by kind.
         units: bytes of the largest units that are gathered at once.
         copies: bytes that the rank offers to the store for copies of parameters.
     """
@@ -46,17 +46,17 @@ class DeviceNeed:
 
     @property
     def nbytes(self) -> int:
-        """All of them."""
+        """The bytes of homes, gathered units and copies together."""
         return sum(self.homes.values()) + self.units + self.copies
 
 
 def need_of(units: Iterable[Sequence[FlatGroup]], placed: Mapping[str, GroupPlacement], copies: int = 0) -> DeviceNeed:
-    """Return what one rank needs.
+    """Return the bytes that one rank needs on its device.
 
     Args:
         units: the flat groups of each unit, which may be on the meta device.
         placed: the placement of each group, by its name.
-        copies: see DeviceNeed.
+        copies: bytes that the rank offers to the store for copies of parameters.
     """
     units = [list(groups) for groups in units]
     homes = placement_bytes(_PlacedGroup(group=group, placement=placed[group.name]) for unit in units for group in unit)
@@ -72,7 +72,7 @@ def need_of(units: Iterable[Sequence[FlatGroup]], placed: Mapping[str, GroupPlac
 
 
 def bytes_of_copies(groups: Iterable[FlatGroup], placed: Mapping[str, GroupPlacement], partitions: int) -> int:
-    """Return the device memory that copies of all parameters take which a rank reads from the store.
+    """Return the bytes that device copies of all parameters would take that a rank reads from the store.
 
     Args:
         groups: all flat groups, which may be on the meta device.
@@ -88,16 +88,16 @@ def bytes_of_copies(groups: Iterable[FlatGroup], placed: Mapping[str, GroupPlace
 
 
 def require_room(need: DeviceNeed, device: str, free_bytes: int, total_bytes: int) -> None:
-    """Check that a job fits on a device.
+    """Raise ConfigError unless the memory that a job needs on a device is free.
 
     Args:
-        need: what the job needs.
-        device: name of the device, for people.
-        free_bytes: what of its memory is free.
-        total_bytes: its memory.
+        need: the bytes that the job needs on the device.
+        device: name of the device, for the text of the error.
+        free_bytes: the free bytes of the device's memory.
+        total_bytes: all bytes of the device's memory.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the job does not fit.
     """
     if need.nbytes <= free_bytes:
         return

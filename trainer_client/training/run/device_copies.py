@@ -13,18 +13,18 @@ from trainer_client.client.transport.rank_store import RankStore
 
 
 class CopyRoom:
-    """The offer of one rank.
+    """The device memory that one rank offers to the store, in which the store keeps device copies of parameters.
 
     Attributes:
-        offered_bytes: how much the store may use now.
+        offered_bytes: how many bytes the store may use now.
     """
 
     def __init__(self, store: RankStore, lanes: Lanes, device: torch.device, most_bytes: int) -> None:
-        """Begin without an offer.
+        """Offer no memory yet.
 
         Args:
-            most_bytes: what copies of all parameters that the rank reads from the store take; 0 on the CPU, where
-                nothing is offered.
+            most_bytes: the most bytes that are ever offered, because copies of all parameters that the rank reads from
+                the store take so many. It is 0 on the CPU, where no memory is offered.
         """
         self.offered_bytes = 0
         self._store = store
@@ -42,18 +42,19 @@ class CopyRoom:
         """
         nbytes = min(budget, self._most_bytes)
         if nbytes != self.offered_bytes:
-            # Leases that this rank owes the store are released first, because the store waits for them.
+            # `finish` waits for copies to the device and then releases their leases. The store answers the offer of
+            # device memory only after these leases have ended, so `finish` comes before the offer.
             self._lanes.finish()
             self._store.offer_device_memory(self._device, nbytes)
             self.offered_bytes = nbytes
 
     def withdraw(self) -> None:
-        """Give the memory back to the device until `restore`; see `offer`."""
+        """Take the offered memory back from the store until `restore`. It releases units and can raise, as `offer`."""
         self._withdrawn_bytes = max(self._withdrawn_bytes, self.offered_bytes)
         self.offer(0)
 
     def restore(self) -> None:
-        """Offer again what `withdraw` has given back."""
+        """Offer the memory again that `withdraw` has taken back; do nothing if there is none."""
         nbytes, self._withdrawn_bytes = self._withdrawn_bytes, 0
         if nbytes:
             self.offer(nbytes)

@@ -1,7 +1,7 @@
 """The extra states of a model's modules (torch's `get_extra_state`) in the commits of a run.
 
-Quantizing layers keep scales and histories there, and a run that goes on without them computes other values. This
-module owns the limit of what a commit carries of them. It must never end a run because of a state that cannot be
+Quantizing layers keep scales and histories in their extra states, and a run that goes on without these computes other
+values. This module owns the limit of their bytes in a commit. It must never end a run because of a state that cannot be
 committed.
 """
 
@@ -18,13 +18,14 @@ from trainer_client.training.run import client_state
 
 log = logging.getLogger(__name__)
 
-# The most bytes of encoded extra states in one commit, for the reason of plain_state.py's MAX_BUFFER_BYTES.
+# The most bytes of the encoded extra states of modules in one commit. The reason for a limit is the same as for
+# buffers; see MAX_BUFFER_BYTES in plain_state.py.
 MAX_EXTRA_BYTES = 256 << 10
 _VALUE = "state"
 
 
 class ExtraStates:
-    """The extra states of one model.
+    """Collects the extra states of one model's modules for commits, and gives them back to the modules at a resume.
 
     Args:
         model: the model.

@@ -1,12 +1,13 @@
 """The deletion of jobs that former starts have left under names which no user has chosen: accelerate-DATE-TIME-HEX.
 
-Each start of such a program makes a job, and without this they would fill the budget of the job's own daemon. The rule,
-also on the page about resumes: of the starts of one name there stay the three newest that have made at least 100 steps;
-where there are fewer, the newest others fill the three places, and of what is beyond, the oldest goes first. So a start
-that has made fewer steps never takes the place of one that has made more than 100, however often it crashes. Where NVMe
-has no room for the new job, the oldest go as well, those with fewer than 100 steps first. A line of the log names each
-job that goes. This module owns the rule. It must never delete a job that is in use, one that keeps steps for
-checkpoints, or one in a daemon of an operator, where programs of others have jobs with such names, too.
+Each start of a program without a chosen name makes a job, and without deletions these jobs would fill the budget of the
+job's own daemon. The rule, which is also on the page about resumes: of the starts of one name, the three newest that
+have made at least 100 steps stay. If fewer than three have made 100 steps, the newest other starts fill the three
+places. All further starts are deleted. So a start with fewer than 100 steps never takes the place of one with more,
+however often a program crashes. If NVMe has no room for the new job, the starts that stay are deleted as well, first
+those with fewer than 100 steps, and of these the oldest first. A line of the log names each job that is deleted. This
+module owns the rule. It must never delete a job that is in use, one that keeps steps for checkpoints, or one in a
+daemon of an operator, where programs of others have jobs with such names, too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 _START = re.compile(r"(.+)-(\d{8}-\d{6}-[0-9a-f]{6})(?:\.\d+)?")
 _KEPT_STARTS = 3
 _STEPS_THAT_COUNT = 100
-# A job takes so much of NVMe for each parameter: two steps with a weight, a master weight and two moments.
+# The bytes of NVMe that a job takes for each parameter: two steps, each with a weight, a master weight and two moments.
+# Jobs of former starts are deleted until this much is free for each parameter of the new start.
 _BYTES_PER_PARAMETER = 28
 _CALL_SECONDS = 30.0
 
@@ -36,12 +38,12 @@ _CALL_SECONDS = 30.0
 def remove_former_starts(address: str, job: str, parameters: int) -> None:
     """Delete the jobs that the rule of this module does not keep, before the job of a new start is made.
 
-    A failure is only logged, because the start does not need what this gives up.
+    A failure is only logged, because the new start can go on without the deletions.
 
     Args:
         address: the daemon that belongs to this job.
         job: the job of the new start. Nothing is deleted if a user has chosen its name.
-        parameters: the number of its parameters.
+        parameters: the number of parameters of the new job.
     """
     found = _START.fullmatch(job)
     if found is None:
@@ -76,12 +78,12 @@ def _date(name: str, base: str) -> str:
 
 
 def in_order(steps: Mapping[str, int], base: str) -> Sequence[str]:
-    """Return the starts in the order in which they go: those with few steps first, and of these the oldest first."""
+    """Return the starts of `base` in the order of deletion: first those with few steps, and of these the oldest."""
     return sorted(steps, key=lambda name: (steps[name] >= _STEPS_THAT_COUNT, _date(name, base), name))
 
 
 def beyond(steps: Mapping[str, int], base: str) -> Sequence[str]:
-    """Return the starts that do not stay, by the numbers of steps that they have made."""
+    """Return the starts of `base` that the rule of this module deletes. `steps` has each start's number of steps."""
     return in_order(steps, base)[: max(0, len(steps) - _KEPT_STARTS)]
 
 

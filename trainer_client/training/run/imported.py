@@ -1,8 +1,8 @@
 """The client state of a job that `paramserver import` made, converted to the form of a commit of this run.
 
-The imported checkpoint names its parameters, and lacks other values that a run of this library stores. So groups are
-found by the names of their parameters, and this run's own values are used for those that the checkpoint lacks. This
-module must never change a state that a trainer has committed.
+The imported checkpoint has names of its parameters, and lacks values that a run of this library stores. So parameter
+groups are found by the names of their parameters, and this run's own values are used for the values that the checkpoint
+lacks. This module must never change a state that a trainer has committed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainer_client.training.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 
-# The settings of a parameter group that are taken from the checkpoint. The others choose a kernel, or do not exist in
-# this library.
+# The settings of a parameter group that are taken from an imported checkpoint. All other settings of the checkpoint
+# choose a kernel or do not exist in this library, so they are not taken.
 _SETTINGS = frozenset(
     {
         *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"),
@@ -55,8 +55,8 @@ def adapt(
 
     Args:
         state: the state, which is changed.
-        listed: the names of the job's parameters of which the stores have elements, by their numbers in the job. For
-            imports of earlier versions these are the numbers in the order of the import.
+        listed: the names of the job's parameters of which the stores have elements, by their numbers in the job. In
+            jobs that an earlier version imported, a parameter's number is its place in the order of the import.
         parameters: the model's parameters.
         optimizer: this run's optimizer.
         fresh: names of trained parameters whose optimizer states begin at zero.
@@ -78,14 +78,14 @@ def _all_names(state: Mapping[str, Any], listed: Mapping[int, str]) -> list[str]
 
 
 def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give the model the buffers of a commit, as far as it has them with the same shapes.
+    """Copy the buffers of a commit into the model's buffers that have the same names and shapes.
 
     Args:
-        state: the client state of the commit for this rank. That of rank 0 has the buffers beside the names of the
-            model.
+        state: the client state of the commit for this rank. The state of rank 0 has the buffers in its entry "model",
+            beside the names of the parameters.
     """
     stored = state["buffers"] if state["model"] is None else state["model"]["buffers"]
-    # Commits of earlier versions have no buffers, or only those of rank 0.
+    # Commits of earlier versions of this library have no buffers, or only those of rank 0.
     give_buffers(model, stored or {})
 
 
@@ -96,10 +96,10 @@ def _settings(
     optimizer: StoreOptimizer,
     fresh: Collection[str],
 ) -> list[dict[str, Any]] | None:
-    """Return the settings of this run's groups, with the stored values of groups that have the same parameters.
+    """Return the settings of this run's parameter groups, with stored values for groups of the same parameters.
 
-    Frozen parameters in a group are ignored in this comparison, because DeepSpeed drops them. Return None if no group
-    has the same parameters.
+    Frozen parameters in a group are ignored in this comparison, because DeepSpeed leaves them out of its groups. Return
+    None if no group has the same parameters as a stored group.
     """
     found = {frozenset(names): group for names, group in zip(members, stored, strict=True)}
     trained = frozenset().union(*found) - set(fresh)

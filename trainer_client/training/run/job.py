@@ -55,8 +55,8 @@ T = TypeVar("T")
 _RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
     "auto": pb.RESUME_POLICY_AUTO,
     "never": pb.RESUME_POLICY_NEVER,
-    # With "must" the store is not asked to refuse a missing job, because stores of other nodes may have it. `_begin`
-    # checks all stores together.
+    # With the policy "must", a missing job is an error only if no store has the job. The own store cannot know this, so
+    # it is asked with the policy "auto", and `_begin` raises the error.
     "must": pb.RESUME_POLICY_AUTO,
 }
 
@@ -67,12 +67,13 @@ class Job:
     Attributes:
         units: the units of the model, the root first.
         states: this rank's partitions of all groups, in the order of the units.
-        tiling: the parameters that are cut into tiles, and the layers that compute with these.
+        tiling: the parameters that are cut into tiles, and the layers that compute with these tiles.
         lanes: the copies between this rank's host memory and its device.
         gather: the way in which the units' parameters are gathered.
         sharers: number of ranks that use the same store as this one.
-        leads_store: whether this rank speaks for all ranks that use its store.
-        part: the number of this rank's store among those of the job, by the first rank of each.
+        leads_store: whether this rank speaks for all ranks that use its store, so that it alone settles steps and
+            starts followers.
+        part: the number of this rank's store among the stores of the job, which are ordered by their lowest ranks.
         resumed_step: the commit that the run resumes from; None for a new job.
         resumed_state: the client state of that commit for this rank; None for a new job.
         rolled_back: the roll-backs of the job by operators, see rolled_back.py.
@@ -80,8 +81,8 @@ class Job:
         layout: the name of the job's layout in the stores.
         buffers: the large buffers of this rank's model.
         device_copies: the memory of this rank's device that the store may use for copies of parameters.
-        handed_over_step: for a new job or layout, the commit that its states are handed over for, and that has to be
-            made first; None: the states are committed already.
+        handed_over_step: for a new job or layout, the number of the first commit, for which its states are handed over
+            already; None: the states are committed already.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class Job:
         """Open the job, and hand over or load its states. All ranks must call this.
 
         Args:
-            is_imported: whether this run has just imported the job, which was new before.
+            is_imported: whether this run has imported the job itself. It then goes on with the job even if
+                `paramserver.resume` is "never".
         """
         settings, store, collectives = rank.settings, rank.store, rank.collectives
         self._settings = settings
@@ -105,7 +107,8 @@ class Job:
         self._store = store
         self._collectives = collectives
         self._place = rank.place
-        # The step of the run's own import is none that `never` refuses.
+        # With the policy "never", the store refuses a job that has a step. A job that this run has imported itself has
+        # a step already, so the policy "auto" is used for it.
         self._resume = pb.RESUME_POLICY_AUTO if is_imported else _RESUME_POLICIES[settings.paramserver.resume]
         self._policy = PrecisionPolicy.of(settings)
         stores = self._within_one_epoch(self._find_stores)
@@ -126,7 +129,8 @@ class Job:
         layout = name_layout(groups, self.buffers, collectives)
         opened = self._open(layout)
         section = settings.paramserver
-        # A replica may have a newer step than this store, for example if this node's state was lost.
+        # The daemons that hold replicas are asked for their steps, too, because a replica may have a newer step than
+        # this store, for example if the state of this node was lost.
         peers = (*section.peers, *(section.replica.addresses if section.replicas else ()))
         start = self._within_one_epoch(
             lambda: find_start(section.job, layout, opened, groups, store, peers, collectives)
@@ -185,7 +189,7 @@ class Job:
         return bytes_of_copies(groups, placed, self._collectives.world_size if self.gather.is_one_sided else 1)
 
     def _cut(self, model: nn.Module) -> Tiling:
-        """Return the tiles that the config asks for, the same on all ranks. All ranks must call this."""
+        """Return the tiles that the config asks for, which are the same on all ranks. All ranks must call this."""
         budget = self._store.arena_bytes
         if self._settings.paramserver.tiling.largest_tile == "auto":
             budget = int(self._collectives.gather_rows(torch.tensor([budget]), "the cut of large layers").min())
@@ -201,8 +205,8 @@ class Job:
     def _within_one_epoch(self, act: Callable[[], T]) -> T:
         """Return the result of `act`, during which no daemon of a rank was restarted. All ranks must call this.
 
-        An epoch is the random name of a daemon's start. After a restart only some ranks may have attached again yet, so
-        what `act` found by comparing epochs may be wrong. `act` is called again then.
+        An epoch is the random name of a daemon's start. After a restart, only some ranks may have attached to the new
+        daemon, so a result of `act` that compares epochs may be wrong. So `act` is called again after a restart.
         """
         while True:
             epoch = self._store.confirm_epoch()
@@ -219,7 +223,7 @@ class Job:
             return found[0]
 
     def _find_stores(self) -> Sequence[Sequence[int]]:
-        """Return the ranks of each store, which are those whose daemons have one epoch, by the first ranks.
+        """Return the ranks of each store, ordered by the lowest rank. Daemons with the same epoch are one store.
 
         All ranks must call this.
         """
@@ -254,8 +258,8 @@ class Job:
             self.buffers.load()
             self._take_over()
             return resumed_state, None
-        # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on some
-        # stores only, the higher number shows which layout is newer.
+        # The new layout has the same values as `step`, but begins at step + 1. A crash may leave the new layout on some
+        # stores only, and the higher number shows then which layout is newer.
         handed_over_step = start.step + 1
         resumed_state = self._lay_out(start, handed_over_step)
         self._take_over()
@@ -278,12 +282,12 @@ class Job:
         return CollectiveGather(self._store, self._collectives, self.lanes)
 
     def _require_device_memory(self, specs: Sequence[UnitSpec], placement: PlacementPolicy) -> None:
-        """Check that what this job has on the device fits there, before any of it is allocated.
+        """Check that this job fits on this rank's device, before any of its memory is allocated.
 
         All ranks must call this.
 
         Raises:
-            ConfigError: it does not fit on this rank's device, or on that of another rank.
+            ConfigError: the job does not fit on this rank's device, or on the device of another rank.
         """
         rank, size, device = self._collectives.rank, self._collectives.world_size, self._collectives.device
         units = [
@@ -389,15 +393,20 @@ class Job:
             return state
 
     def _amend(self, state: dict[str, Any], stored_step: StoredStep | None = None) -> None:
-        """Settle whether the commit to resume from has what its ranks have amended it by. All ranks must call this.
+        """Apply or drop the changes that the script made after the step to resume from. All ranks must call this.
+
+        A rank that waited for a commit has added such changes to its client state as an amendment. The amendments are
+        applied if all ranks that made the step have one.
 
         Args:
-            state: this rank's decoded state; see stored_state.amend.
-            stored_step: the step, if other ranks than those of this run may have made it.
+            state: this rank's decoded client state, which this call changes; see stored_state.amend.
+            stored_step: the reader of the step, if other ranks than those of this run may have made it. Rank 0 then
+                reads the client states of the ranks that made it.
         """
         lacks = state[AMENDMENT] is None
         if stored_step is not None:
-            # Rank 0 reads the states of all ranks that made the step, so that they are read once.
+            # Rank 0 reads the client states of all ranks that made the step, so that each of these states is read only
+            # once.
             leads = self._collectives.rank == 0
             lacks = leads and not all(stored_state.is_amended(stored_step.client_state(r)) for r in stored_step.ranks())
         has_changes = stored_state.has_changes(state)
@@ -405,12 +414,12 @@ class Job:
         stored_state.amend(state, everywhere=not lacks_somewhere, somewhere=is_somewhere)
 
     def _register(self) -> None:
-        """Declare this rank's shard groups."""
+        """Declare this rank's shard groups and large buffers to its store, which then knows their sizes and homes."""
         groups = [state.group.to_proto(state.placement) for state in self.states]
         self._store.register_shards([*groups, *self.buffers.to_groups()])
 
     def _roll_back(self, step: int) -> None:
-        """Make `step` the newest one of every store. All ranks must call this."""
+        """Roll the job back to `step` in the stores of all ranks. All ranks must call this."""
         with self._store.rolling_back(step):
             if self.leads_store:
                 self._store.roll_back(step)
@@ -418,7 +427,7 @@ class Job:
 
 
 def _find_large_buffers(user: UserObjects, store: RankStore, collectives: Collectives) -> LargeBuffers:
-    """Return the buffers for which the client state of a commit has no room. All ranks must call this."""
+    """Return the buffers that are too large for the client state of a commit. All ranks must call this."""
     plain = PlainState(user.module, user.parameters)
     larger = plain.larger_buffers(plain.to_commit()["buffers"])
     return LargeBuffers(user.module, [n for n, buffer in larger.items() if can_store(buffer)], store, collectives)

@@ -1,16 +1,17 @@
-"""The choice of the job that a trained engine has: it goes on with a stored one, or begins anew in a job of its own.
+"""The choice of the job of a trained engine: the engine goes on with a stored job, or begins anew in a job of its own.
 
-[Note: which job] A name that follows from an order of creation would give one engine the values of another one where a
-script makes its engines in another order. So:
+[Note: which job] If names followed from the order in which engines are made, a script that makes its engines in another
+order would give one engine the values of another one. So:
 
-- A loop of one's own goes on with the job that the config names, else with its newest start of the job `default`.
+- A script's own loop goes on with the job that the config names. If none is named, with the newest start of `default`.
 - A loop of another library (the name `deepspeed` imported as such, as the Trainer of transformers, TRL and Accelerate
   do) counts its own steps from 0. So each start begins anew, unless `paramserver.resume` is written in the config.
-- Where another engine of this process has the job and is open, an engine begins anew beside it.
+- If another engine of this process has the job and is open, the new engine begins anew, in a job beside that one.
 
-What begins anew gets a new name: NAME-DATE-TIME-HEX for a start, and NAME.2, NAME.3 and so on beside the engine with
-NAME. No start goes on with the second kind by itself, nor with NAME when there are such, because it cannot know which
-of the engines it is. The former job stays as it is, and one line of the log says how to go on from its last step.
+An engine that begins anew gets a job with a new name: NAME-DATE-TIME-HEX for a start, and NAME.2, NAME.3 and so on
+beside the engine with the job NAME. If there is a NAME.2, no start goes on with NAME or NAME.2 unless its config names
+the job, because the start cannot know which of the former engines it is. The former job stays as it is, and one line of
+the log says how to go on from its last step.
 
 This module owns the rules and the names. It must never change or delete a stored job.
 """
@@ -37,13 +38,13 @@ from trainer_client.training.run.stored_step import StoreAddress, connect
 
 log = logging.getLogger(__name__)
 
-# The job of starts by another library's loop whose config names none.
+# The job's name if the config names none and another library's training loop has called `initialize`.
 _OF_DEEPSPEED = "deepspeed"
 _START = re.compile(r"-(\d{8}-\d{6}-[0-9a-f]{6})")
 
 
 class Loop(enum.Enum):
-    """Whose training loop calls `initialize`."""
+    """The owner of the training loop that calls `initialize`: the script, or another library."""
 
     OWN = "a loop of the script's own"
     DEEPSPEED = "the loop of a program that imports `deepspeed`, which counts its own steps from 0"
@@ -54,7 +55,7 @@ _loop: ContextVar[Loop | None] = ContextVar("paramserver_loop", default=None)
 
 @contextmanager
 def naming_its_jobs() -> Iterator[None]:
-    """Enclose a call of `initialize` by a face that names the job of each start itself."""
+    """Enclose a call of `initialize` by a caller that chooses the name of each start's job itself."""
     token = _loop.set(Loop.OWN)
     try:
         yield
@@ -63,7 +64,7 @@ def naming_its_jobs() -> Iterator[None]:
 
 
 def _present_loop() -> Loop:
-    """Return whose loop calls now. A module of this library stands for `deepspeed` once a program has imported that."""
+    """Return the owner of the loop that calls. A program that imports `deepspeed` gets a module of this library."""
     stand_in = sys.modules.get("deepspeed")
     by_name = stand_in is not None and stand_in.__name__ == __name__.partition(".")[0]
     return _loop.get() or (Loop.DEEPSPEED if by_name else Loop.OWN)
@@ -71,7 +72,7 @@ def _present_loop() -> Loop:
 
 @contextmanager
 def naming_open_engines(address: str, job: str) -> Iterator[None]:
-    """Enclose the opening of a job: an error about a budget names the open engines of this process that use it, too."""
+    """Enclose the opening of a job, so that an error about a budget names open engines of this process that use it."""
     try:
         yield
     except StoreBudgetError as error:
@@ -87,11 +88,11 @@ def naming_open_engines(address: str, job: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What the config and the loop say.
+    """What the config and the kind of loop ask for: the name of an engine's job, and whether to go on with it.
 
     Attributes:
-        job: the job of the config, which is the default if it is not `is_named`.
-        resume: `paramserver.resume`, as it is written; None: it is not.
+        job: the job of the config. If the config names none, `is_named` is False, and this is the default.
+        resume: `paramserver.resume` as the config has it; None: the config does not have the key.
     """
 
     job: str
@@ -101,7 +102,7 @@ class Wish:
 
     @property
     def base(self) -> str:
-        """The name that the names of all starts begin with."""
+        """The name with which the job names of all starts of this config begin."""
         return _OF_DEEPSPEED if self.loop is Loop.DEEPSPEED and not self.is_named else self.job
 
 
@@ -110,10 +111,11 @@ class ChosenJob:
     """The job of an engine.
 
     Attributes:
-        job: its name.
-        resume: the policy with which it is opened: `auto`, `must` or `never`.
-        former: the job whose last step is not gone on from, "" if there is none; and that step.
-        why: why it is not.
+        job: the name of the job.
+        resume: the policy with which the job is opened: `auto` goes on with a stored job if there is one, `must` only
+            goes on, and `never` only begins anew.
+        former: the stored job from whose last step the engine does not go on, although it could; "": there is none.
+        why: the reason why the engine does not go on with `former`.
     """
 
     job: str
@@ -123,23 +125,25 @@ class ChosenJob:
     why: str = ""
 
 
-# The jobs of the open engines of this process, with the store's address.
+# The jobs of the open engines of this process, each as (address of the store, job).
 _open: list[tuple[str, str]] = []
-# The jobs whose weights open engines without an optimizer have, although their models had values of their own.
+# The jobs whose weights were loaded into engines without an optimizer, although the models of these engines had values
+# of their own. Each is given as (address of the store, job).
 _given: list[tuple[str, str]] = []
 
 
 def is_of_training(address: str, job: str) -> bool:
-    """Return whether a config that names a job means the training of it, also for an engine that trains nothing.
+    """Return whether an engine without an optimizer, whose config names `job`, is a reference of the trained model.
 
-    That is so if an open engine of this process trains the job of the store at `address`, and in programs that import
-    `deepspeed`, which make all their engines of one config.
+    A reference keeps the values of its own model. An engine is one if an open engine of this process trains the job in
+    the store at `address`. In programs that import `deepspeed`, each engine without an optimizer is one, because these
+    programs make all their engines from one config.
     """
     return (address, job) in _open or _present_loop() is Loop.DEEPSPEED
 
 
 def note_stored_values(address: str, job: str, resources: ExitStack) -> None:
-    """Take note that a model which had values has got those of a stored job instead, until `resources` is closed."""
+    """Take note, until `resources` is closed, that a stored job's values have replaced the own values of a model."""
     entry = (address, job)
     _given.append(entry)
     resources.callback(_given.remove, entry)
@@ -148,9 +152,9 @@ def note_stored_values(address: str, job: str, resources: ExitStack) -> None:
 def choose_job(
     settings: TrainingConfig, address: str, credentials: Credentials, collectives: Collectives, resources: ExitStack
 ) -> TrainingConfig:
-    """Return the settings with the job of this engine, and with how it is opened. All ranks must call this.
+    """Return the settings with the job of this engine, and the policy to open it with. All ranks must call this.
 
-    Rank 0 decides, and says in one line of its log if a stored step is not gone on from.
+    Rank 0 decides. If the engine does not go on from a stored step, a line of rank 0's log says so.
 
     Args:
         resources: closed when the engine is closed, or has ended because the program forgot it.
@@ -199,7 +203,8 @@ def choose_job(
 def _require_no_reference(address: str, job: str) -> None:
     """Raise ConfigError if an engine without an optimizer that was made before has the weights of a job to train.
 
-    It is a reference model that was made from the config of this policy, and has lost its own values.
+    That engine is a reference model which was made from the config of the policy to train. Its own values were replaced
+    by those of the job, so it would be no reference.
     """
     if (address, job) in _given:
         raise ConfigError(
@@ -213,7 +218,7 @@ def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: st
     """Return the job of an engine; see [Note: which job].
 
     Args:
-        wish: what the config and the loop say.
+        wish: the wishes of the config and of the loop.
         stored: the newest committed step of each job of the store.
         taken: the jobs of this process's engines that are not closed, the oldest first.
         new_name: a name that no start has.
@@ -248,7 +253,16 @@ def choose(wish: Wish, stored: Mapping[str, int], taken: list[str], new_name: st
 
 
 def _beside(wish: Wish, first: str, known: set[str]) -> ChosenJob:
-    """Return the job of an engine beside the one with the job `first`."""
+    """Return the job of a further engine in a process whose open engine has the job `first`: FIRST.2, FIRST.3 ...
+
+    Args:
+        wish: the wishes of the config and of the loop.
+        first: the name of the open engine's job.
+        known: the names of all stored and open jobs. The new job gets none of these names.
+
+    Raises:
+        ConfigError: the config names the job for a script's own loop, or asks to go on with it ("must").
+    """
     if (wish.is_named and wish.loop is Loop.OWN) or wish.resume == "must":
         raise ConfigError(
             f"an engine of this process has job {first!r} and is open: close it first (engine.close(), or destroy()), "
@@ -271,7 +285,7 @@ def _anew(wish: Wish, stored: Mapping[str, int], new_name: str, former: Mapping[
 
 
 def _start_of(job: str, base: str) -> str:
-    """Return the date and the digits in the name of a start; "" for the base itself, and for other jobs."""
+    """Return the date and the digits in the name of a start of `base`; "" for `base` itself, and for other jobs."""
     found = _START.fullmatch(job.removeprefix(base)) if job.startswith(base) else None
     return "" if found is None else found[1]
 

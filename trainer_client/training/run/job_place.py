@@ -18,14 +18,14 @@ from trainer_client.training.run.local_daemon import local_address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlace:
-    """The place of a job.
+    """Where a job is stored: its name, and the daemon that has this rank's part. Texts for users are made from it.
 
     Attributes:
         job: name of the job.
         address: address of the daemon that stores this rank's part.
         state_dir: the directory of the job's own daemon, absolute; None: an operator runs the daemon.
         nvme_budget: the budget of the job's own daemon, if the config sets it.
-        credentials: the credentials for the operator's daemon; None for the job's own.
+        credentials: the credentials for the operator's daemon; None for the job's own daemon.
     """
 
     job: str
@@ -36,7 +36,7 @@ class JobPlace:
 
     @classmethod
     def of(cls, settings: TrainingConfig, environ: Mapping[str, str]) -> JobPlace:
-        """Return the place of the job that a config names."""
+        """Return the name, daemon and directory of the job that a config names."""
         section = settings.paramserver
         address = settings.store_address(environ)
         if address is not None:
@@ -54,7 +54,7 @@ class JobPlace:
         """Return two lines of text that say how to train a model that differs from the stored one.
 
         Args:
-            on_every_node: whether other stores have parts of the job, too.
+            on_every_node: whether other stores have parts of the job, too, so that the job has to be deleted in each.
         """
         name = f"name another job (paramserver.job, which is {self.job!r})"
         give_up = "To give it up, on every node," if on_every_node else "To give it up,"
@@ -72,7 +72,7 @@ class JobPlace:
         )
 
     def _deletion(self) -> str:
-        """Return the command that deletes the job at the daemon."""
+        """Return the shell command that a user enters to delete the job at its daemon."""
         words = ["paramserver-admin"]
         if self.credentials is not None:
             files = {
@@ -84,6 +84,7 @@ class JobPlace:
             words += [word for flag, path in files.items() if path is not None for word in (flag, str(path))]
             words += ["--insecure"] if self.credentials.insecure else []
         words += ["delete-job", "--address", self.address]
-        # A name that begins with a hyphen would be read as an option.
+        # The command line would take a job name that begins with a hyphen for an option, so "--" is put before the
+        # name.
         words += ["--", self.job] if self.job.startswith("-") else [self.job]
         return f"`{shlex.join(words)}`"

@@ -1,8 +1,8 @@
 """The search for the stores that keep the step of a checkpoint, and its comparison with the model of this run.
 
-A checkpoint may have been saved by another job, another number of ranks or at another address, so all stores that this
-run knows are asked. This module owns nothing. One rank searches on behalf of all ranks. It must never change what is
-stored.
+A checkpoint may have been saved by another job, by another number of ranks or at another address, so all stores that
+this run knows are asked. This module owns no state. One rank searches on behalf of all ranks. It must never change what
+is stored.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from trainer_client.training.run.checkpoint_files import CheckpointManifest
 from trainer_client.training.run.stored_step import StepPart, StoreAddress, find_parts, first_gap
 
 _WEIGHTS = {"param", "master"}
-# The most parameters that an error names.
+# The most parameters that an error text names.
 _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSource:
-    """The stores that keep the step, and how its parameters differ from those of this run.
+    """The stores that keep a checkpoint's step, and how the step's parameters differ from those of this run.
 
     Attributes:
-        stores: the stores.
-        fresh: FQNs of trainable parameters whose optimizer states the step does not have; they begin at zero.
-        missing: FQNs of parameters that the step does not have, or has in another shape. They keep their values.
+        stores: the addresses of the stores.
+        fresh: FQNs of trainable parameters whose optimizer states the step does not have, so these states begin at
+            zero.
+        missing: FQNs of parameters that the step does not have, or has in another shape, so these parameters keep their
+            values.
         places: for each parameter that the step has, its index in the order of the model that made the step.
         keeps_groups: whether optimizer and parameters are those with which the step was made. If not, the
             hyper-parameters of the parameter groups are this run's.
@@ -45,7 +47,7 @@ class KeptSource:
     keeps_groups: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return the source as JSON types, for the other ranks."""
+        """Return the source as JSON types, so that rank 0 can send it to the other ranks."""
         return {
             "stores": [asdict(store) for store in self.stores],
             "fresh": sorted(self.fresh),
@@ -81,7 +83,7 @@ def find_source(
         manifest: the checkpoint.
         path: the checkpoint's directory, for messages.
         groups: the flat groups of this run's model.
-        known: the stores of this run; those that the manifest names are asked, too.
+        known: the stores of this run; the stores that the manifest names are asked, too.
         credentials: token and TLS files to connect with.
         strict: whether the model must have exactly the parameters of the step.
 
@@ -139,7 +141,7 @@ def find_source(
 def _compare(
     groups: Sequence[FlatGroup], tensors: Mapping[str, Sequence[StoredTensor]], stores: Sequence[StoreAddress]
 ) -> tuple[KeptSource, list[str]]:
-    """Return the source, and a text for each parameter that differs."""
+    """Return the source, and a text for each parameter that differs between the step and this model."""
     fresh, missing, places, differences = set(), set(), {}, []
     keeps_groups = True
     for group in groups:
@@ -147,7 +149,7 @@ def _compare(
         for parameter in group.parameters:
             stored = tensors.get(parameter.fqn)
             if not parameter.whole.shape.numel():
-                # The stores have no part of a parameter without elements, and nothing of it is loaded.
+                # A parameter without elements has no part in any store, so nothing is loaded for it.
                 continue
             if stored is None:
                 differences.append(f"parameter {parameter.fqn!r} is not in the step")

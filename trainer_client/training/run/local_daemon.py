@@ -1,8 +1,8 @@
 """A store daemon that belongs to a process: a rank of the node, or `paramserver launch`. It stops with the process.
 
 This module owns the daemon's process. The daemon's stdin is a pipe from this process, and it shuts down cleanly when
-the pipe closes, however this process ends. This module must never kill the daemon before it had time to finish a commit
-that is under way.
+the pipe closes, however this process ends. This module must never kill the daemon before the daemon had time to finish
+a commit that is under way.
 """
 
 from __future__ import annotations
@@ -36,49 +36,53 @@ from trainer_client.errors import LocalDaemonError, StoreUnavailableError
 
 log = logging.getLogger(__name__)
 
-# The daemon is started by the path of its file, because a module of the same name may lie in the working directory or
-# on PYTHONPATH. See tests/integration/test_foreign_modules.py.
+# The path of the program that is started as the daemon. It is not started by its module name, because a module of the
+# same name may lie in the working directory or on PYTHONPATH. See tests/integration/test_foreign_modules.py.
 _PROGRAM = Path(v1.__file__).parents[1] / "__main__.py"
-# With either flag, Python does not put a directory in front of the module path. -I also ignores PYTHONPATH, as the
-# trainer then does.
+# The flag with which Python starts the daemon. With -P or -I, Python does not put the directory of the program in front
+# of the module path. -I also ignores PYTHONPATH, and is used if this process was started with -I.
 _PATH_FLAG = "-I" if sys.flags.isolated else "-P"
 
 SOCKET_NAME = "paramserver.sock"
 LOG_NAME = "daemon.log"
 LOCK_NAME = "lock"
-# The one data file of a daemon without `nvme_dirs`.
+# The name of the only data file of a daemon without `nvme_dirs`.
 _DATA_FILE = "data.0"
 
-# The most seconds to wait until the daemon serves, because it first allocates its whole arena and checks its catalog.
-# An arena of 1 TiB takes some three minutes (measured at 6 GB/s). The files in deploy allow as long.
+# The most seconds to wait until a started daemon serves. The daemon first allocates its whole arena, which takes some
+# three minutes for 1 TiB (measured at 6 GB/s), and checks its catalog. The files in deploy allow the same time.
 _START_SECONDS = 600.0
-# The most seconds to wait for the lock on the state directory while another daemon serves there, because the daemon of
-# a killed trainer may not have noticed the end of its trainer yet.
+# The most seconds that a new daemon waits for the lock on the state directory while another daemon serves that
+# directory. The other daemon may be that of a killed trainer, and may not have noticed the end of its trainer yet.
 _PREDECESSOR_SECONDS = 20.0
-# The most seconds to wait while a daemon that does not serve has the lock, because the daemon of a killed trainer
-# finishes a commit or a snapshot before it releases the lock.
+# The most seconds that a new daemon waits for the lock on the state directory while the daemon that has the lock does
+# not serve any more. The daemon of a killed trainer finishes a commit or a snapshot before it releases the lock.
 _ENDING_SECONDS = 120.0
-# The longest wait without a line of the log. A daemon with the default budget serves within it.
+# After this many seconds of waiting for a daemon, the log says what the trainer waits for. A daemon with the default
+# budget serves earlier, so the line does not appear for it.
 _SILENT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _PEERS_SECONDS = 10.0
 _STOP_SECONDS = 60.0
 _LOG_TAIL_LINES = 12
 
-# The daemon computes on the CPU. It must never have a context on a GPU, because an error there would end the store.
+# Environment variables for the daemon, which hide all GPUs from it. The daemon computes on the CPU, and must never have
+# a context on a GPU, because an error of the GPU would end the daemon.
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
-# With the first variable torch looks for a GPU at each operation. The second one names the service manager of the
-# trainer, which would take the end of the daemon for that of the trainer.
+# Environment variables of the trainer that the daemon does not get. With TORCH_CUDA_SANITIZER, torch looks for a GPU at
+# each operation. NOTIFY_SOCKET names the service manager of the trainer, which would take the end of the daemon for the
+# end of the trainer.
 _NOT_FOR_DAEMONS = {"TORCH_CUDA_SANITIZER", "NOTIFY_SOCKET"}
 
-# The standard inputs of the daemons that this process has started.
+# The pipes to the standard inputs of the daemons that this process has started. A forked child closes them.
 _inputs: WeakSet[IO[bytes]] = WeakSet()
 
 
 def _close_inputs() -> None:
     """Close the standard inputs of all daemons in a forked child, such as a worker of a data loader.
 
-    A daemon stops when no process has its input open any more. So such a child would keep the daemon from stopping.
+    A daemon stops when no process has its input open any more. So a child with an open input would keep the daemon from
+    stopping.
     """
     for daemon_input in _inputs:
         daemon_input.close()
@@ -98,7 +102,7 @@ def serve_command(options: Sequence[str]) -> list[str]:
 
 
 def _wait_for_predecessor(state_dir: Path, address: str) -> None:
-    """Wait until no other daemon has the state directory locked, as that of a killed trainer may for a while.
+    """Wait until no other daemon has the state directory locked. The daemon of a killed trainer may, for a while.
 
     Raises:
         LocalDaemonError: the directory stays locked, or the other daemon goes on to serve at `address`.
@@ -111,7 +115,8 @@ def _wait_for_predecessor(state_dir: Path, address: str) -> None:
         while True:
             try:
                 fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                # Closing the file releases this lock.
+                # The lock is free, so the former daemon has ended. The shared lock that this call has taken is released
+                # when the file is closed.
                 return
             except BlockingIOError:
                 waited_seconds = time.monotonic() - began
@@ -145,12 +150,12 @@ def _lock_holder(state_dir: Path) -> str:
 
 
 def _how(code: int) -> str:
-    """Return how a process has ended whose `returncode` is `code`, as "with exit code 1" or "by SIGKILL"."""
+    """Return a text about the end of a process with the `returncode` `code`: "with exit code 1" or "by SIGKILL"."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _guess(code: int) -> str:
-    """Return what may have ended a daemon that has left no message."""
+    """Return a text that says what may have ended a daemon that has left no message, from its `returncode`."""
     if code == -signal.SIGKILL:
         return (
             "it left no message. The kernel kills a process so when there is no memory left for it: lower host_budget, "
@@ -178,17 +183,17 @@ def _make_state_directory(path: Path) -> None:
 
 
 def _tell_of_full_disk(config: TrainingConfig, state_dir: Path) -> None:
-    """Log a warning if the config writes a budget for which the disk of the daemon's one data file has no room."""
+    """Log a warning if the disk of the daemon's one data file has no room for the budget that the config writes."""
     section = config.paramserver
     if "nvme_budget" in section.model_fields_set:
-        # The directory may not exist yet, and its parent must.
+        # If the state directory does not exist yet, the free space is that of the disk of its parent, which must exist.
         file = (state_dir if state_dir.is_dir() else state_dir.parent) / _DATA_FILE
         if (text := too_large("paramserver.nvme_budget", section.nvme_budget, [file])) is not None:
             log.warning("%s", text)
 
 
 class LocalDaemon:
-    """A daemon process. The constructor starts it, and returns when the daemon serves.
+    """A daemon process of this program. The constructor starts the process, and returns when the daemon serves.
 
     Attributes:
         address: address of the daemon's socket.
@@ -214,7 +219,7 @@ class LocalDaemon:
         _make_state_directory(self._state_dir)
         self._command = serve_command(options)
         self._stopping = False
-        # The lock of `_process` and `_stopping`; held while the child is replaced.
+        # The lock for `_process` and `_stopping`. It is held while an ended daemon process is replaced by a new one.
         self._starting = threading.Lock()
         self._process = self._start()
         if restarts:
@@ -222,7 +227,7 @@ class LocalDaemon:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> LocalDaemon:
-        """Start the daemon of a job whose config names no other one.
+        """Start the daemon of a job whose config names no daemon of an operator.
 
         It can raise LocalDaemonError, as the constructor.
         """
@@ -230,14 +235,16 @@ class LocalDaemon:
         _tell_of_full_disk(config, state_dir)
         options = [
             *("--state-dir", str(state_dir)),
-            # A variable of the environment may name another socket, and a flag wins over it.
+            # The address of the socket is given by a flag, because an environment variable could name another socket.
+            # The flag takes precedence over the variable.
             *("--socket", str(state_dir / SOCKET_NAME)),
             *("--host-budget", str(int(config.paramserver.host_budget))),
             *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
         ]
         if config.paramserver.telemetry is not None:
             options += ["--otlp-endpoint", config.paramserver.telemetry.endpoint]
-            # Without `insecure`, neither the config nor the daemon accepts a collector on another machine.
+            # The config and the daemon accept a collector of telemetry on another machine only with `insecure`, so the
+            # daemon gets this flag, too.
             options += ["--insecure"] if config.paramserver.insecure else []
         return cls(state_dir, options, restarts=config.paramserver.reattach_timeout_seconds > 0)
 
@@ -245,7 +252,7 @@ class LocalDaemon:
         """Start the daemon again if it has ended by itself.
 
         Raises:
-            LocalDaemonError: it cannot be started, or its state directory has been removed.
+            LocalDaemonError: the daemon cannot be started, or its state directory has been removed.
         """
         with self._starting:
             if not self._stopping and self._process.poll() is not None:
@@ -258,7 +265,7 @@ class LocalDaemon:
                 )
 
     def _start_again(self) -> None:
-        """Restart the daemon each time that it has ended by itself, for ranks that wait for the next one."""
+        """Restart the daemon each time that it has ended by itself, because ranks wait for a new daemon."""
         while True:
             process = self._process
             process.wait()
@@ -266,7 +273,7 @@ class LocalDaemon:
                 if self._stopping:
                     return
                 if self._process is not process:
-                    # `ensure_running` was quicker.
+                    # `ensure_running` has started a new daemon already, so wait for the end of that one.
                     continue
                 try:
                     self._replace()
@@ -275,7 +282,7 @@ class LocalDaemon:
                     return
 
     def _replace(self) -> None:
-        """Start another process in the place of one that has ended. The caller holds `_starting`."""
+        """Start a new daemon process in the place of the one that has ended. The caller holds `_starting`."""
         former = self._process
         log.warning("the store daemon (pid %d) ended with %d; restarting it", former.pid, former.returncode)
         self._close_stdin(former)
@@ -306,8 +313,9 @@ class LocalDaemon:
         try:
             _wait_for_predecessor(self._state_dir, self.address)
             log_offset = self._log_size()
-            # A daemon whose log lies on a full disk writes the reason of its failed start to its standard output. That
-            # is a file in memory, because a pipe needs a reader for as long as the daemon lives.
+            # A daemon whose log is on a full disk writes the reason of its failed start to its standard output. That
+            # output is a file in memory, because a pipe would need a thread that reads it for as long as the daemon
+            # lives.
             with os.fdopen(os.memfd_create("paramserver-output"), "w+b") as output:
                 process = self._spawn(output)
                 try:
@@ -325,8 +333,9 @@ class LocalDaemon:
     def _spawn(self, output: IO[bytes]) -> subprocess.Popen[bytes]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with os.fdopen(os.open(self._state_dir / LOG_NAME, flags, 0o600), "ab") as log_file:
-            # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
-            # The pipe has no buffer, because another thread might hold the lock of the buffer when this process forks.
+            # The daemon gets a session of its own, so that Ctrl-C reaches only the trainer, which then stops the daemon
+            # itself. The pipe to the daemon's standard input has no buffer (`bufsize=0`), because another thread might
+            # hold the lock of such a buffer when this process forks.
             process = subprocess.Popen(
                 self._command,
                 bufsize=0,
@@ -343,8 +352,9 @@ class LocalDaemon:
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int, output: IO[bytes]) -> None:
         began, is_told = time.monotonic(), False
         with open_channel(self.address) as channel:
-            # Another trainer may have started a daemon here at the same time. It has the directory and serves at this
-            # address then, and `process` is about to end.
+            # Another trainer may have started a daemon in the same directory at the same time. If that daemon has the
+            # lock on the directory, it answers at this address, and `process` is about to end. So it is also checked
+            # that `process` has the lock.
             while not (is_serving(channel, timeout_seconds=1.0) and _lock_holder(self._state_dir) == str(process.pid)):
                 if process.poll() is not None:
                     raise LocalDaemonError(
@@ -368,7 +378,8 @@ class LocalDaemon:
 
     def _wait_for_peers(self) -> None:
         deadline = time.monotonic() + _PEERS_SECONDS
-        # These errors mean that the daemon or its directory is gone already, and with it all sessions.
+        # An error of this call means that the daemon or its directory is gone, and all sessions with it. So there are
+        # no other ranks to wait for, and the error is ignored.
         with suppress(grpc.RpcError, StoreUnavailableError), open_channel(self.address) as channel:
             admin = admin_pb_grpc.StoreAdminStub(channel)
             while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=5.0).sessions:

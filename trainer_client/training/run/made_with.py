@@ -1,9 +1,9 @@
 """The record of a run's config, number of ranks, model and optimizer. Rank 0's commits carry it.
 
 The next run compares its own record with it; see resume_notice.py. Hyper-parameters and schedules are recorded as the
-user made them, before the first step, because afterwards they change without any change of the config. This module owns
-the form of the record. It must never restore anything from it, because run_state.py restores the values from the other
-parts of the client state.
+user made them, before the first step, because a schedule changes them in each step without a change of the config. This
+module owns the form of the record. It must never restore anything from it, because run_state.py restores the values
+from the other parts of the client state.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from trainer_client.base.section import Agreement, Section, agreement_of
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.training.run import client_state
 
-# The setting that tells AdamW from Adam. The optimizer that the user passes to a run decides it, and not the stored
-# value.
+# The setting that distinguishes AdamW from Adam. It is always taken from this run's optimizer, and never from a commit.
 DECOUPLED = "decoupled_weight_decay"
 
-# These keys of the config, and the sections that end with a dot, are left out. They say how the job is found, or their
-# effect is in the record in another form.
+# The keys of the config that are not recorded in a commit. A name that ends with a dot stands for a whole section.
+# These keys only say how the job is found, or the record has their effect in another form.
 _LEFT_OUT = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -41,11 +40,12 @@ _LEFT_OUT = (
     "paramserver.data.",
     "paramserver.units.",
 )
-# These settings of a parameter group choose a kernel, are refused by the store, or are recorded elsewhere.
+# The settings of a parameter group that are not recorded in a commit. They choose a kernel, are refused by the store,
+# or are recorded elsewhere.
 _NO_SETTINGS = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "initial_lr"}
 )
-# torch's schedulers change these settings.
+# The settings of a parameter group that torch's schedulers change during a run.
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 Settings = dict[str, Any]
@@ -53,7 +53,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeWith:
-    """The record of one run.
+    """The record of one run: its config, model and optimizer, which the next run compares with its own.
 
     Attributes:
         facts: values that a resumed run never takes from the store, as texts: keys of the config in JSON, the number of
@@ -61,8 +61,8 @@ class MadeWith:
         optimizer: name of the optimizer's class.
         groups: the settings of each parameter group as the user made it. A run that goes on with stored settings has
             those of the run that made them.
-        lr_scheduler: the class of the scheduler and its state before the first step; None: there is none. As `groups`,
-            it is handed on from run to run.
+        lr_scheduler: the class of the scheduler and its state before the first step; None: there is none. As with
+            `groups`, a run that goes on with the stored schedule has the record of the run that made it.
         trained: the parameters that have optimizer states, as ranges of their indexes in the model.
     """
 
@@ -73,7 +73,7 @@ class MadeWith:
     trained: Sequence[Sequence[int]]
 
     def encode(self) -> str:
-        """Return the record as a text. Raise ClientStateError if a value of the scheduler cannot be stored."""
+        """Return the record as a text for commits. Raise ClientStateError if a scheduler's value cannot be stored."""
         return client_state.encode(asdict(self)).decode()
 
     @classmethod
@@ -83,7 +83,7 @@ class MadeWith:
         return None if text is None else cls(**client_state.decode(text.encode()))
 
     def going_on_from(self, state: Mapping[str, Any]) -> MadeWith:
-        """Return this run's record after it has restored the client state of a commit."""
+        """Return the record for this run's commits, after the run has restored the client state `state` of a commit."""
         stored = MadeWith.stored_in(state)
         groups, lr_scheduler = self.groups, self.lr_scheduler
         if state["optimizer"] is not None:
@@ -102,10 +102,10 @@ class MadeWith:
 def has_own_rates(lr_scheduler: tuple[str, Settings] | None, stored: MadeWith | None, state: Mapping[str, Any]) -> bool:
     """Return whether a run's scheduler sets rates from the base rate that it took from the run's own optimizer.
 
-    It does so if the run of the commit had no scheduler, or one of another class.
+    The scheduler does so if the run of the commit had no scheduler, or a scheduler of another class.
 
     Args:
-        lr_scheduler: as in the record of the run.
+        lr_scheduler: the class and the first state of this run's scheduler; None: this run has no scheduler.
         stored: the record in the commit.
         state: the client state of the commit.
     """
@@ -116,7 +116,7 @@ def has_own_rates(lr_scheduler: tuple[str, Settings] | None, stored: MadeWith | 
 
 
 def as_made(group: Mapping[str, Any]) -> Settings:
-    """Return the settings of a parameter group. A torch scheduler may have changed `lr` already, not `initial_lr`."""
+    """Return a parameter group's settings as the user made it. Its first rate is `initial_lr`, if that is there."""
     settings = {key: plain(value) for key, value in group.items() if key not in _NO_SETTINGS}
     if "initial_lr" in group:
         settings["lr"] = plain(group["initial_lr"])
@@ -126,8 +126,8 @@ def as_made(group: Mapping[str, Any]) -> Settings:
 def stored_groups(state: Mapping[str, Any]) -> Sequence[Settings]:
     """Return the settings of the groups with which the run of a commit was made.
 
-    A commit of an earlier version has only the settings of its own step. Those that a scheduler may have changed since
-    the beginning are left out.
+    A commit of an earlier version has only the settings of its own step. Settings that a scheduler may have changed
+    since the first step are left out.
     """
     stored = MadeWith.stored_in(state)
     if stored is not None:
@@ -147,7 +147,7 @@ def stored_groups(state: Mapping[str, Any]) -> Sequence[Settings]:
 
 
 def plain(value: Any) -> Any:
-    """Return the value with lists in place of tuples and tensors, so that values of two runs compare."""
+    """Return the value with lists in place of tuples and tensors, so that values of two runs can be compared."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, tuple | list):
@@ -168,8 +168,8 @@ def config_facts(settings: TrainingConfig) -> Iterator[tuple[str, str]]:
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield the keys on which all ranks agree, with their values in JSON.
 
-    A key that is not set is yielded, too, so that a key that a commit lacks is one that its version did not have. For
-    the same reason, a section that may be missing is one value.
+    A key that is not set is yielded, too. So if a commit lacks a key, the version that made the commit did not have the
+    key. For the same reason, a section that may be missing is one value.
     """
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)

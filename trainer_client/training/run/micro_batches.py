@@ -1,7 +1,7 @@
 """The micro-batches of a step: which one is the last, and whether its backward pass communicates.
 
-This module owns the counts of micro-batches, and the user's settings of them. It must never run anything: the engine
-asks it, and then acts.
+This module owns the counts of micro-batches, and the user's settings of them. It must never run a forward, a backward
+pass or a step: the engine asks this module, and then acts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class MicroBatches:
     """The counts of micro-batches and backward passes of one engine.
 
     Attributes:
-        sizes: the batch sizes of the config, unless the user has changed them since.
+        sizes: the batch sizes, as the config or the user's last change has set them.
         micro_steps: micro-batches ended so far, in the life of the job.
-        micro_steps_of_steps: how many of them belong to steps that were made or skipped.
+        micro_steps_of_steps: how many of these micro-batches belong to steps that were made or skipped.
         backwards: backward passes since the last step was made.
         syncs: whether backward passes may communicate: False within `no_sync`.
-        is_managed: whether the micro-batches of a step are counted.
+        is_managed: whether the micro-batches of a step are counted, so that the count says which one is the last.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MicroBatches:
 
         Args:
             data: the loader whose cursor moves with the micro-batches, if the engine has one.
-            is_managed: whether the micro-batches of a step are counted. If not, the user calls `step` once a step.
+            is_managed: whether the micro-batches of a step are counted. If not, each call of `step` ends a step.
         """
         self.sizes = sizes
         self.micro_steps = 0
@@ -45,7 +45,8 @@ class MicroBatches:
         self._reduction = reduction
         self._data = data
         self._boundary: bool | None = None
-        # Whether each backward pass counts as a micro-batch of the data. Otherwise `end` counts it.
+        # Whether each backward pass counts as one micro-batch of the data. If not, the call of `end` counts the
+        # micro-batch.
         self._counts_passes = not is_managed
 
     @property
@@ -74,7 +75,7 @@ class MicroBatches:
     def set_last(self, is_last: bool | None) -> None:
         """Set whether the micro-batch under way is the last of its step, until the next call.
 
-        With None the config decides.
+        With None, the number of micro-batches in the config decides.
 
         Raises:
             PhaseError: micro-batches are not counted, so that each call of `step` makes a step.
@@ -90,7 +91,7 @@ class MicroBatches:
         """Change the number of micro-batches in a step, so that a step of all ranks has `train` samples.
 
         Args:
-            steps: how many steps the job has made.
+            steps: how many steps the job has made. The count of micro-batches becomes that of so many whole steps.
 
         Raises:
             ValueError: no number of micro-batches has `train` samples.
@@ -102,8 +103,8 @@ class MicroBatches:
                 f"{micro} * {world_size}"
             )
         self.sizes = BatchSizes(train=train, micro=micro, accumulation=train // (micro * world_size))
-        # The count is set as if every step so far had had the new number of micro-batches. So the next micro-batch is
-        # the first one of a step.
+        # The count of micro-batches is set as if every step so far had had the new number of micro-batches. So the next
+        # micro-batch is the first one of a step.
         self.go_on_from(steps * self.sizes.accumulation)
 
     def set_micro_batch_size(self, micro: int, world_size: int) -> None:
@@ -115,7 +116,7 @@ class MicroBatches:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep backward passes within the context from communicating."""
+        """Keep backward passes within the context from reducing gradients over the ranks."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -124,13 +125,13 @@ class MicroBatches:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Keep backward passes within the context from communicating; each may have a micro-batch of its own."""
+        """Do as `no_sync`, and count each backward pass within the context as a micro-batch of the data."""
         self._counts_passes = True
         with self.no_sync():
             yield
 
     def end_backward(self) -> None:
-        """Count a backward pass."""
+        """Count a backward pass that has ended, as a part of the step under way."""
         self.backwards += 1
         if self._counts_passes and self._data is not None:
             self._data.finish_micro_batch()
@@ -140,14 +141,14 @@ class MicroBatches:
         self.backwards = 0
 
     def end(self) -> None:
-        """Count a micro-batch, before its step is made if it is the last one."""
+        """Count a micro-batch that has ended. If it is the last one of a step, call this before the step is made."""
         self.micro_steps += 1
         if not self._counts_passes and self._data is not None:
             self._data.finish_micro_batch()
         self._counts_passes = not self.is_managed
 
     def end_step(self) -> None:
-        """Note that a step was made or skipped."""
+        """Begin the counts of the next step, because a step was made or skipped."""
         self.backwards = 0
         self.micro_steps_of_steps = self.micro_steps
         if self._data is not None:

@@ -1,8 +1,8 @@
 """A rank's way to the store of its node: the process group, the device, and the daemon that serves the node's ranks.
 
 This module owns the order in which ranks meet before they use a daemon. It must never leave a process group or a daemon
-behind: the exit stacks that its callers pass close them. It must never take them away from another engine of this
-process either, so both are counted.
+behind: the exit stacks that its callers pass close them. It must never take a process group or a daemon away from
+another engine of this process either, so the engines that use each are counted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from trainer_client.training.run.local_daemon import local_address
 from trainer_client.training.run.shared_daemon import share_daemon
 
 _SERVING_SECONDS = 30.0
-# The variable in which launchers give a rank its number on its node.
+# The environment variable in which launchers such as torchrun give a rank its number on its node.
 _NUMBER = "LOCAL_RANK"
 
 
 class _JoinedGroup:
-    """The process group that the first engine of this process has joined, and the number of engines that use it.
+    """The process group that an engine of this process has joined, and the number of engines that use the group.
+
+    The last engine that ends leaves the group.
 
     A group that the script has joined is the script's own, and is not counted.
     """
@@ -45,12 +47,12 @@ class _JoinedGroup:
         self._users = 0
 
     def take_over(self) -> None:
-        """Take note that an engine has joined the present group just now."""
+        """Take note that an engine has joined the present group, so that `share` counts its users."""
         with self._lock:
             self._group, self._users = dist.group.WORLD, 0
 
     def share(self, processes: ExitStack) -> None:
-        """Count the caller among the users of the group until `processes` is closed; the last one leaves the group."""
+        """Count the caller among the group's users until `processes` is closed; the last user leaves the group."""
         with self._lock:
             if self._group is None or dist.group.WORLD is not self._group:
                 return
@@ -60,7 +62,8 @@ class _JoinedGroup:
     def _leave(self, group: dist.ProcessGroup) -> None:
         with self._lock:
             if group is not self._group:
-                # The script has left the group itself, and another one has been joined since.
+                # The script has destroyed the process group that this engine had joined, and another engine has joined
+                # a new group after that. `_users` counts the users of the new group, so it is not changed here.
                 return
             self._users -= 1
             if self._users:
@@ -70,7 +73,7 @@ class _JoinedGroup:
             dist.destroy_process_group()
 
     def keep_in_child(self) -> None:
-        """Never free the group in a forked child, and leave it to the parent."""
+        """Never free the group in a forked child, because the group is the parent's."""
         if self._group is not None:
             comm.never_free(self._group)
             self._group = None
@@ -84,10 +87,10 @@ def choose_device(settings: TrainingConfig) -> tuple[int, torch.device]:
     """Return this rank's number on its node, and its device, which is made the current one.
 
     All ranks of a process group must call this. If the launcher has not numbered the ranks of each node, they agree on
-    LOCAL_RANK here, because the first rank of a node starts its daemon, and each has a device of its own.
+    LOCAL_RANK here, because the first rank of a node starts the node's daemon, and each rank has a device of its own.
 
     Raises:
-        ConfigError: `paramserver.device` means no device, or none of them is this rank's.
+        ConfigError: `paramserver.device` names no device of this machine, or there is none for this rank.
     """
     if _NUMBER not in os.environ and dist.is_initialized() and dist.get_world_size() > 1:
         os.environ[_NUMBER] = str(number_on_node())
@@ -108,14 +111,15 @@ def join_processes(
     socket, and binds the process to the `paramserver launch` that started it, if one did.
 
     Raises:
-        ConfigError: as `choose_device` and `comm.init_distributed`; the process group has one rank, and the launcher
+        ConfigError: as `choose_device` and `comm.init_distributed`; or the process group has one rank, and the launcher
             has started several.
     """
     raise_limit()
     end_with_launcher()
     is_launched = "RANK" in os.environ
     if not is_launched or _NUMBER in os.environ:
-        # The group is bound to the device, so the device is chosen first where the rank's number on its node is known.
+        # The process group is bound to a device, so the device is chosen before the group is joined. This is possible
+        # only if the number of the rank on its node is known.
         choose_device(settings)
     if not dist.is_initialized() and (is_launched or required is not False):
         comm.join_if_possible(port=port, required=required, verbose=is_launched)
@@ -135,7 +139,7 @@ def join_ranks(
 
     Args:
         processes: the arguments `required` and `port` of `join_processes`. None: the process group is used as it is.
-        recorder: notes what this rank waits for; None: one of the collectives' own.
+        recorder: records the times that this rank waits for other ranks; None: the collectives make a recorder.
 
     Raises:
         ConfigError: as `join_processes`.
@@ -151,16 +155,17 @@ def join_ranks(
 def find_store(
     settings: TrainingConfig, collectives: Collectives, local_rank: int, resources: ExitStack
 ) -> tuple[str, Credentials]:
-    """Return the address and credentials of the operator's daemon, or of one that the node's first rank starts.
+    """Return address and credentials of the operator's daemon, or of the daemon that the node's first rank starts.
 
-    All ranks must call this. Return when the daemon serves.
+    All ranks must call this. It returns when the daemon serves.
 
     Raises:
         LocalDaemonError: the daemon cannot be started.
         StoreUnavailableError: the operator's daemon does not answer.
     """
     address = settings.store_address(os.environ)
-    # The job's own daemon asks for no credentials. Those of the config are for daemons on other nodes then.
+    # The daemon that the job starts itself asks for no credentials. The config's credentials are then for the daemons
+    # on other nodes that hold replicas, so without replicas no credentials are needed.
     is_alone = address is None and not settings.paramserver.replicas
     credentials = NO_CREDENTIALS if is_alone else settings.credentials(os.environ)
     if address is None:
@@ -170,8 +175,8 @@ def find_store(
                 resources.callback(share_daemon(settings).leave)
             except LocalDaemonError as error:
                 failure = error
-        # The other ranks connect only after this collective, because the socket of an earlier daemon may have been
-        # there until now.
+        # The other ranks of the node connect to the daemon only after this collective. Before the daemon serves, the
+        # socket of an earlier daemon may still be at its address.
         failed_somewhere = any(collectives.any_rank([failure is not None]))
         if failure is not None:
             raise failure

@@ -32,12 +32,12 @@ def fill(
     fresh: Collection[str],
     step: int,
 ) -> None:
-    """Hand this rank's partitions of all groups over for the uncommitted `step`.
+    """Fill this rank's partitions of all groups, and hand them over for the uncommitted `step`.
 
     Args:
         states: the states of all groups.
         stored_step: the step that the partitions are filled from.
-        open_again: opens the same step again, for partitions that have to be handed over again after a restart.
+        open_again: opens the same step again, because partitions have to be handed over again if a daemon is restarted.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
         step: number of the commit that the partitions are handed over for.
 
@@ -66,16 +66,16 @@ def replace(
     with_states: bool,
     step: int,
 ) -> None:
-    """Hand this rank's partitions over for the uncommitted `step`, in place of the values that they have now.
+    """Hand over for the uncommitted `step` partitions with new values, in place of those that this rank has now.
 
-    Afterwards the caller makes every rank `refill` the groups.
+    After the call, the caller has to `refill` the groups on every rank, because gathered parameters are old then.
 
     Args:
         states: the states of all groups.
         stored_step: the step that has the new values.
         fresh: FQNs of trainable parameters whose optimizer states become zero.
         missing: FQNs of parameters that keep their values, because the step does not have them.
-        with_states: whether optimizer states are replaced, too.
+        with_states: whether optimizer states are replaced, too. If not, they stay as they are.
         step: number of the commit that the partitions are handed over for.
 
     Raises:
@@ -110,7 +110,7 @@ def _read_again(
 
 
 def _partitions(group: FlatGroup, stored_step: StoredStep, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
-    """Return this rank's partition [partition_numel] of each kind, padded with zeros, without states that are zero."""
+    """Return this rank's partition [partition_numel] of each kind, padded with zeros. Zero states are left out."""
     partitions = {}
     for kind in group.kinds:
         is_state = kind in group.state_kinds
@@ -126,14 +126,14 @@ def _partitions(group: FlatGroup, stored_step: StoredStep, fresh: Collection[str
 
 
 def _source_of(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep, *, is_state: bool) -> StoredKind:
-    """Return the stored kind from which a kind of a parameter is made."""
+    """Return the kind of the stored step whose bytes fill the kind `kind` of a parameter in the new layout."""
     return kind_from_proto(kind) if is_state else _weight_for(kind, dtype, fqn, stored_step)
 
 
 def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep) -> StoredKind:
     """Return the stored kind from which a parameter or master weight is made.
 
-    It is the kind with the same bits if that is stored, otherwise the most precise kind that is stored.
+    If the kind with the same bits is stored, this is that kind. If not, it is the most precise kind that is stored.
     """
     stored = stored_step.kinds_of(fqn)
     if kind == PARAM and stored["param"] == dtype:

@@ -1,8 +1,9 @@
 """The replicas of a job: which daemons hold them, and the followers that a rank has for them.
 
 The first rank of a store starts a follower process for each replica of that store's part (trainer_client/copying/
-follow.py), reads how far it is, and starts it again if it has ended. This module owns these processes. It must never
-copy a byte itself, and must never hold up a training step unless `durability` is `replicated`.
+follow.py), reads which step the follower has copied, and starts the follower again if it has ended. This module owns
+these processes. It must never copy a byte itself, and must never hold up a training step unless `durability` is
+`replicated`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from trainer_client.errors import ConfigError, StoreUnavailableError, TrainerCli
 
 log = logging.getLogger(__name__)
 
-# With either flag, Python does not put a directory in front of the module path, see local_daemon.py.
+# The flag with which Python starts the follower. With -P or -I, Python does not put the directory of the program in
+# front of the module path; see local_daemon.py.
 _PATH_FLAG = "-I" if sys.flags.isolated else "-P"
 _PROGRAM = Path(__file__).parents[2] / "copying" / "follow.py"
 _RESTART_SECONDS = 5.0
-# A wait for a replica looks this often whether it is to end.
+# While a thread waits for a replica, it calls `check` once in this many seconds. `check` may end the wait by an error.
 _LOOK_SECONDS = 0.5
 
 
@@ -41,18 +43,19 @@ def choose_holders(
 ) -> list[str]:
     """Return the addresses of the daemons that get the replicas: the first ones that are not the job's own daemon.
 
-    With `is_ring` they are the next ones after the own daemon, and the list begins anew behind its end, so that the
-    parts of a job on several daemons are spread over these. Daemons that answer come before those that do not.
+    With `is_ring` the holders are the daemons that follow the own daemon in the list, and the first address follows the
+    last one. So the replicas of a job whose parts are on several daemons are spread over these daemons. Daemons that
+    answer come before those that do not.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are fewer daemons than replicas.
     """
     epochs = {address: _epoch_of(address, credentials) for address in addresses}
     ring = list(epochs)
     own = next((place for place, address in enumerate(ring) if epochs[address] == own_epoch), 0)
     ring = [*ring[own:], *ring[:own]] if is_ring else ring
-    # Two addresses may lead to one daemon, which can hold one replica of a job only. An address that does not answer
-    # may be that of any daemon.
+    # Maps the epoch of each chosen daemon to its address. Two addresses may lead to one daemon, which can hold only one
+    # replica of a job. An address that does not answer may lead to any daemon, so it counts as a daemon of its own.
     found: dict[str, str] = {}
     for address in ring:
         if epochs[address] != own_epoch:
@@ -67,9 +70,9 @@ def choose_holders(
 
 
 def _epoch_of(address: str, credentials: Credentials) -> str | None:
-    """Return the random name of a daemon's start; None if it does not answer and so is not the job's own one.
+    """Return the random name of a daemon's start; None if the daemon does not answer and so is not the job's own.
 
-    The daemon is asked once, because the follower goes on asking a holder that is away.
+    The daemon is asked once only, because the follower goes on asking a holder that does not answer.
     """
     connection = Connection(address, f"trainer at {socket.gethostname()}", credentials, prefer_streams=False)
     try:
@@ -85,14 +88,14 @@ def _epoch_of(address: str, credentials: Credentials) -> str | None:
 
 
 class FollowerProcess:
-    """One follower process, and how far it is. It is started again whenever it has ended by itself.
+    """One follower process, and the step that it has copied. The process is started again whenever it ends by itself.
 
     Attributes:
         holder: address of the daemon that gets the replica.
     """
 
     def __init__(self, order: str, holder: str) -> None:
-        """Start the follower. `order` is the line that it reads."""
+        """Start the follower, which reads from the line `order` which job it copies, and where to."""
         self.holder = holder
         self._order = order
         self._changed = threading.Condition()
@@ -109,7 +112,7 @@ class FollowerProcess:
         Args:
             step: the number of the step.
             timeout_seconds: how long this waits.
-            check: is called again and again, and raises to end the wait.
+            check: called again and again during the wait. An error that it raises ends the wait.
 
         Raises:
             StoreUnavailableError: the holder does not have the step in time.
@@ -126,18 +129,18 @@ class FollowerProcess:
                 )
 
     def _is_there(self, step: int, seconds: float) -> bool:
-        """Wait until the holder has a step, and return whether it has it then, or `wait` is to wait no longer."""
+        """Wait until the holder has a step or `stop_waiting` is called, and return whether one of them is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._has(step) or self._is_left, seconds)
 
     def stop_waiting(self) -> None:
-        """Have `wait` return at once from now on."""
+        """Have each present and later `wait` return at once, though the holder may lack the step."""
         with self._changed:
             self._is_left = True
             self._changed.notify_all()
 
     def catch_up(self, step: int, timeout_seconds: float) -> None:
-        """Wait until the holder has a step, as long as the follower reports no problem. Log a step that it lacks."""
+        """Wait until the holder has a step or the follower reports a problem. Log a warning if the step is missing."""
         with self._changed:
             self._changed.wait_for(lambda: self._has(step) or bool(self._problem), timeout_seconds)
             if not self._has(step):
@@ -150,7 +153,7 @@ class FollowerProcess:
                 )
 
     def stop(self) -> None:
-        """Let the follower end, without waiting for it: it finishes the newest step if it can."""
+        """Let the follower end, and do not wait for its end. The follower still copies the newest step if it can."""
         with self._changed:
             self._stopping = True
             self._close_stdin()
@@ -159,7 +162,7 @@ class FollowerProcess:
         return self._step is not None and self._step >= step
 
     def _start(self) -> subprocess.Popen[str]:
-        # The follower is in a session of its own, so that Ctrl-C and the end of a launcher do not reach it.
+        # The follower is started in a session of its own, so that Ctrl-C and the end of a launcher do not reach it.
         process = subprocess.Popen(
             [sys.executable, _PATH_FLAG, str(_PROGRAM)],
             stdin=subprocess.PIPE,
@@ -168,7 +171,8 @@ class FollowerProcess:
             start_new_session=True,
         )
         assert process.stdin is not None
-        # A follower that has ended already is started again by the thread that listens to it.
+        # If the follower has ended already, writing to it raises BrokenPipeError. The error is ignored, because the
+        # thread that listens to the follower starts another one.
         with suppress(BrokenPipeError):
             process.stdin.write(f"{self._order}\n")
             process.stdin.flush()
@@ -180,12 +184,12 @@ class FollowerProcess:
             self._process.stdin.close()
 
     def _listen(self) -> None:
-        """Take what the follower tells, and start the next one when it has ended."""
+        """Take note of what the follower reports, and start another follower when this one has ended."""
         while True:
             process = self._process
             assert process.stdout is not None
             for line in process.stdout:
-                # A follower that is killed may leave the beginning of a line.
+                # A follower that is killed may leave an unfinished line, which is no JSON and is ignored.
                 with suppress(ValueError):
                     self._note(json.loads(line))
             code = process.wait()
@@ -201,11 +205,12 @@ class FollowerProcess:
                     try:
                         self._process = self._start()
                     except OSError as error:
-                        # For example, the memory that has ended the follower is still short.
+                        # The follower may have been killed for want of memory, and there may still be too little memory
+                        # to start another one. So the start is tried again later.
                         self._say(f"the follower cannot be started: {error}", "trying again")
 
     def _say(self, problem: str, remedy: str) -> None:
-        """Log why there is no follower, and let those that wait for a step see it."""
+        """Log why the replica gets no steps, and wake the threads that wait for a step, so that they see this."""
         if problem == self._problem:
             return
         self._problem = problem
@@ -225,19 +230,19 @@ class FollowerProcess:
 
 
 class Followers:
-    """The followers of this rank, which are none unless it is the first one of its store.
+    """The followers that this rank has started. Only the first rank of a store has any.
 
     Attributes:
-        are_waited_for: whether a commit is made only when all replicas have it.
+        are_waited_for: whether the next commit begins only when all replicas have the last one (`replicated`).
     """
 
     def __init__(self, followers: Sequence[FollowerProcess], *, are_waited_for: bool, timeout_seconds: float) -> None:
-        """Take the followers over.
+        """Take over followers that run already.
 
         Args:
             followers: one for each replica.
-            are_waited_for: whether a commit is made only when all replicas have it.
-            timeout_seconds: how long a commit, or the end of the run, waits for them.
+            are_waited_for: whether the next commit begins only when all replicas have the last one.
+            timeout_seconds: how long a commit, or the end of the run, waits for the followers.
         """
         self.are_waited_for = are_waited_for
         self._followers = followers
@@ -245,11 +250,11 @@ class Followers:
         self._committed: int | None = None
 
     def note_commit(self, step: int) -> None:
-        """Take note of a settled step."""
+        """Record the newest settled step, for which `close` waits."""
         self._committed = step
 
     def wait(self, step: int, check: Callable[[], None]) -> None:
-        """Wait until all replicas have a step. `check` is called again and again, and raises to end the wait.
+        """Wait until all replicas have a step. If `check`, which is called again and again, raises, the wait ends.
 
         Raises:
             StoreUnavailableError: a replica does not have the step in time.
@@ -259,12 +264,12 @@ class Followers:
             follower.wait(step, max(0.0, deadline - time.monotonic()), check)
 
     def stop_waiting(self) -> None:
-        """Have `wait` return at once from now on, because the run ends."""
+        """Have each present and later `wait` return at once, because the run ends."""
         for follower in self._followers:
             follower.stop_waiting()
 
     def close(self) -> None:
-        """Let the followers finish: wait for the last settled step as long as they are well, then leave them."""
+        """Wait until the followers without a problem have copied the last settled step, then let all of them end."""
         deadline = time.monotonic() + self._timeout_seconds
         for follower in self._followers:
             if self._committed is not None:

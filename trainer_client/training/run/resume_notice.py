@@ -1,7 +1,7 @@
 """The line of the log that says which job a run begins or goes on with, and how its script differs from a stored job.
 
-This module owns the rules that say which side of a difference takes effect. They follow from the values that
-run_state.py restores, and from those that the store keeps. This module must never change anything.
+This module owns the rules that say which side of a difference takes effect. The rules follow from the values that
+run_state.py restores, and from the values that stay in the store. This module must never change anything.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from trainer_client.training.run.made_with import (
 )
 from trainer_client.training.step.precision import PrecisionPolicy
 
-# The config key whose value is only the beginning of a dynamic loss scale.
+# The config key that sets the first value of a dynamic loss scale. If the stored scale is dynamic, a resumed run goes
+# on with it, and the key has no effect.
 _SCALE_POWER = "fp16.initial_scale_power"
-# Parts of a scheduler's state that follow from the learning rates.
+# The entries of a scheduler's state that follow from the learning rates. They are not compared, because the learning
+# rates are.
 _RATES = ("base_lrs", "_last_lr")
 _SHOWN_NAMES = 3
 _SHOWN_CHARACTERS = 80
@@ -61,7 +63,7 @@ def record_run(user: UserObjects, rank: RankContext, job: Job) -> MadeWith:
         },
         optimizer=user.optimizer.name,
         groups=[as_made(group) for group in user.optimizer.param_groups],
-        # The state is copied, because the scheduler changes it.
+        # The state of the scheduler is copied into the record, because the scheduler goes on changing its own.
         lr_scheduler=None
         if scheduler is None
         else (type(scheduler).__name__, client_state.decode(client_state.encode(scheduler.state_dict()))),
@@ -70,7 +72,7 @@ def record_run(user: UserObjects, rank: RankContext, job: Job) -> MadeWith:
 
 
 def new_job_line(rank: RankContext) -> str:
-    """Return the line about a job that begins with this run: its name, its place, and the budgets of its own daemon."""
+    """Return the line about a new job: its name, its place, and the budgets of its own daemon if it has one."""
     section = rank.settings.paramserver
     budgets = ""
     if rank.place.state_dir is not None:
@@ -82,10 +84,11 @@ def new_job_line(rank: RankContext) -> str:
 def resume_line(
     user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, made_with: MadeWith, state: Mapping[str, Any]
 ) -> str:
-    """Return the line about going on from the commit that has the client state `state`.
+    """Return the line about a run that goes on from a commit.
 
     Args:
-        made_with: the record of this run, without anything restored.
+        made_with: the record of this run's config, model and optimizer, from before values of the commit are restored.
+        state: the client state of the commit.
     """
     made_at = state["made_at"]
     age = "" if made_at is None else f", committed {_span(time.time() - made_at)} ago"
@@ -107,7 +110,7 @@ def resume_line(
 
 
 class _Differences:
-    """The differences between this run and a commit: those in which the stored value takes effect, and the others."""
+    """The differences between this run and a commit, in which either the stored or this run's value takes effect."""
 
     def __init__(self, user: UserObjects, now: MadeWith, state: Mapping[str, Any], *, keeps_settings: bool) -> None:
         self._keeps_settings = keeps_settings
@@ -141,7 +144,7 @@ class _Differences:
         return " ".join(sentences)
 
     def compare(self, sizes: BatchSizes, *, fresh: int) -> None:
-        """Find the differences.
+        """Fill this object with the differences between this run and the commit.
 
         Args:
             fresh: the number of trained parameters whose optimizer states begin at zero.
@@ -171,7 +174,7 @@ class _Differences:
             pairs.append(("train_micro_batch_size_per_gpu", micro, sizes.micro))
         pairs.append(("gradient_accumulation_steps", accumulation, sizes.accumulation))
         for name, stored, today in pairs:
-            # An imported job does not know its batch sizes.
+            # The client state of an imported job has no batch sizes to compare with.
             if stored is not None and stored != today:
                 self._note_todays(name, stored, today)
 
@@ -184,7 +187,8 @@ class _Differences:
             self._todays.append("all hyper-parameters of the optimizer")
 
     def _compare_groups(self) -> None:
-        # Groups with the same difference in a setting are named together.
+        # Parameter groups with the same difference in a setting are named together in one line. `found` maps each
+        # setting to its (stored value, value of this run, numbers of the groups).
         found: dict[str, list[tuple[Any, Any, list[int]]]] = {}
         for number, (stored, today) in enumerate(zip(stored_groups(self._state), self._now.groups, strict=False)):
             for key in today.keys() & stored.keys():
@@ -202,7 +206,8 @@ class _Differences:
 
     def _note_setting(self, key: str, numbers: Sequence[int], stored: Any, today: Any) -> None:
         if key == DECOUPLED and self._then is not None and self._then.optimizer != self._now.optimizer:
-            # The line has the names of the optimizers, which show this difference already.
+            # The notice already names both optimizers, so this setting, by which AdamW and Adam differ, would only
+            # repeat the difference.
             return
         where = "" if len(numbers) == len(self._now.groups) else f" of group {', '.join(map(str, numbers))}"
         begins = has_own_rates(self._now.lr_scheduler, self._then, self._state)
@@ -255,8 +260,8 @@ class _Differences:
             self._todays.append(f"{_listed(missing)}, which the commit does not have")
 
     def _compare_facts(self, then: MadeWith) -> None:
-        # If one side lacks a fact, the version that made the commit did not record it, or this version does not record
-        # it any more.
+        # A fact that only one of the two records has is not compared, because the version that wrote the other record
+        # did not record it.
         for key in (key for key in self._now.facts if key in then.facts):
             stored, today = then.facts[key], self._now.facts[key]
             if stored == today:
@@ -276,13 +281,13 @@ class _Differences:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names as a text, with the number of the others."""
+    """Return a text with the first few of the names, and the number of the others."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"{', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and texts in the state of a scheduler with their places, without those of other settings."""
+    """Yield the numbers and texts in the state of a scheduler with their places, without those that are in _RATES."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             if key not in _RATES:
@@ -295,13 +300,13 @@ def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    """Return the value as a text that is short enough for the line."""
+    """Return a value as a text that is short enough for a line of the log."""
     text = str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _span(seconds: float) -> str:
-    """Return a span of time in its two largest units, as "3 h 12 min"."""
+    """Return a span of time as a text in its two largest units, such as "3 h 12 min"."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

@@ -5,11 +5,11 @@ the dtypes and the set of trainable parameters. Each run that makes a layout giv
 the shards and a nonce. A run finds one of two cases:
 
 - All stores have the same layout, and each rank's store has the part of that rank. Then all runs since that layout was
-  made have used these stores together, so a step that all of them have is one consistent step.
+made have used these stores together, so a step that all of these stores have is one consistent step.
 - The stores have different layouts, because nodes left or came, or a run crashed when only some stores had committed a
-  new layout. Or a rank was started at another rank's store, because its own was lost. Then all stores are asked which
-  elements they have. The run resumes from the newest step of which, in one layout, every element is on some store, and
-  fills a new layout from it. No stored bytes are changed before the new layout is committed on all stores.
+  new layout. Or a rank was started at another rank's store, because its own store was lost. Then all stores are asked
+  which elements they have. The run resumes from the newest step of which, in one layout, every element is on some
+  store, and fills a new layout from it. No stored bytes are changed before the new layout is committed on all stores.
 
 An older step must not be chosen only because a store is missing. This is prevented by a rule of the stores: each keeps
 its former layout until all ranks have a commit in the next one. So a store that has a newer step, and does not have the
@@ -61,10 +61,10 @@ class Start:
     Attributes:
         layout: name of the layout that has the step.
         step: number of the step.
-        fits: whether this run's own stores have the step in the layout that this run would make, so that it can be used
-            in place.
+        fits: whether this run's own stores have the step in the layout that this run would make, so that the step can
+            be used in place.
         rolled_back: the roll-backs of the job by operators, see rolled_back.py. The commits of the run name them.
-        stores: the stores that have parts of the step; empty if it fits.
+        stores: the stores that have parts of the step; empty if `fits` is True.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
         keeps_groups: whether optimizer and trainable parameters are those with which the step was made. If not, the
             hyper-parameters of the parameter groups are this run's instead of the stored ones.
@@ -81,11 +81,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """The layouts of the job that a store has, the oldest first.
+    """What one store has of the job, as a rank has asked the store: the job's layouts, the oldest first.
+
+    The ranks exchange these records, so that all of them choose the same step.
 
     Attributes:
-        own_steps: the steps of the newest layout of which the store has the part of the rank that made this view; empty
-            in a view of a peer.
+        own_steps: the steps of the store's newest layout of which the store has the part of the rank that asked;
+            empty for a peer, a store of no rank of this run, which rank 0 asks.
         rolled_back: the roll-backs that the store has recorded, or that its newest commits name.
     """
 
@@ -95,7 +97,7 @@ class _View:
     rolled_back: Mapping[str, int] = field(default_factory=dict)
 
     def has(self, layout: str) -> bool:
-        """Return whether the store has steps in that layout."""
+        """Return whether the store has steps in the layout with the name `layout`."""
         return any(stored.name == layout for stored in self.layouts)
 
     def to_json(self) -> bytes:
@@ -119,7 +121,8 @@ def name_layout(groups: Iterable[FlatGroup], buffers: LargeBuffers, collectives:
             group.name_of(0),
             group.slot_table.partition_numel,
             [
-                # The first element is left out if it is 0, so that layouts without tiles keep their names.
+                # `slot.first` is 0 for all slots except those of tiles. A 0 is not written into the text from which the
+                # layout's name is made, so layouts without tiles keep the names that earlier versions gave them.
                 [slot.fqn, slot.offset, slot.numel, *([slot.first] if slot.first else [])]
                 for slot in group.slot_table.slots
             ],
@@ -161,7 +164,8 @@ def find_start(
     view = _View(
         store=StoreAddress(address=store.address, epoch=store.epoch),
         layouts=layouts,
-        # A rank commits its client state together with its shards, so a store without the one has none of the other.
+        # A rank commits its client state together with its shards. So a store that lacks the client state of a step
+        # lacks the rank's shards of that step, too, and the step is not listed.
         own_steps=tuple(commit.step for commit in opened.committed if commit.client_state),
         rolled_back={**rolled_back.of_layouts(layouts), **rolled_back.of_state(newest)},
     )
@@ -174,7 +178,7 @@ def find_start(
     peers = tuple(peers)
     if fitting is not None and not peers:
         return fitting
-    # Rank 0 searches for all ranks, so that every store is asked only once.
+    # Rank 0 searches the stores of peers for all ranks, so that every store is asked only once.
     found: Mapping[str, Any] = {}
     if collectives.rank == 0:
         try:
@@ -190,8 +194,9 @@ def find_start(
     if fitting is not None and (start["layout"], start["step"]) == (fitting.layout, fitting.step):
         return replace(fitting, rolled_back=start["rolled_back"])
     stores = [StoreAddress(**item) for item in start.pop("stores")]
-    # A rank's own store comes first, so that the rank reads from it all elements that it has. The daemon at its address
-    # may be restarted before that, and has another epoch then.
+    # The rank's own store comes first in the list, so that the rank reads from it all elements that it has. The epoch
+    # of the own store is not compared, because its daemon may be restarted before the rank reads, and then has another
+    # epoch.
     patience = store.reattach_seconds
     own = [
         replace(other, address=store.address, epoch="", wait_seconds=max(other.wait_seconds, patience))
@@ -211,8 +216,9 @@ def carried_state(
 ) -> dict[str, Any]:
     """Return the client state of the commit to resume from, adapted to a rank of this run.
 
-    A rank that took part in the commit gets its own random states back. Those of a new rank are derived from rank 0's
-    and the rank's number. A commit that an import made has no random states, and a rank then keeps its present ones.
+    A rank that took part in the commit gets its own random states back. A new rank gets random states that are derived
+    from rank 0's and the rank's number. If an import made the commit, it has no random states, and a rank keeps its
+    present ones.
 
     Raises:
         ClientStateError: the commit was made neither by a trainer nor by an import.
@@ -258,7 +264,7 @@ def _common_step(views: Sequence[_View], layout: str) -> int | None:
 
 
 class _Search:
-    """The search for the newest step of which the stores have all elements."""
+    """The search of rank 0 for the newest step of which all stores together have all elements."""
 
     def __init__(
         self, job: str, groups: Sequence[FlatGroup], store: RankStore, views: Sequence[_View], peers: Iterable[str]
@@ -266,7 +272,8 @@ class _Search:
         self._job = job
         self._groups = groups
         self._credentials = store.credentials
-        # A daemon may have a part of the job, and replicas of other daemons' parts.
+        # The keys of `_views` are (epoch of a daemon, name of a replica at that daemon). The name is "" for the job
+        # itself. A daemon may have a part of the job, and also replicas of the parts of other daemons.
         self._views = {(view.store.epoch, ""): view for view in views}
         self._problems: list[str] = []
         for address in peers:
@@ -274,7 +281,7 @@ class _Search:
         self._rolled_back = {name: to for view in self._views.values() for name, to in view.rolled_back.items()}
 
     def run(self) -> Start | None:
-        """Return the step; None if no store has any step. Raise JobConflictError if every step lacks elements."""
+        """Return the step that was found; None if no store has a step. Raise JobConflictError if all lack elements."""
         steps: dict[tuple[int, str], list[_View]] = {}
         for view in self._views.values():
             for stored in view.layouts:
@@ -285,8 +292,9 @@ class _Search:
             holders = steps[step, layout]
             stores, tensors = self._ask(layout, step, holders)
             missing = first_gap(tensors, (slot for group in self._groups for slot in group.slot_table.slots))
-            # `lost` has the stores that show that this step is obsolete; see [Note: layouts]. The first commit of a
-            # layout, one above the step that it was filled from, has the same values and is not treated as newer.
+            # `lost` has the addresses of stores that have a newer step and not this layout, which shows that this step
+            # is obsolete; see [Note: layouts]. The first commit of a layout has the same values as the step below it,
+            # from which it was filled. So it does not make that step obsolete.
             lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
             if missing is None and not lost:
                 return self._start(layout, step, stores, tensors)
@@ -320,17 +328,20 @@ class _Search:
             return
         for key, view in found.items():
             known = self._views.setdefault(key, view)
-            # The view of a rank's own store is known already. A UNIX socket by which that rank knows the store leads to
-            # another store on each node, and this address has led to the right one.
+            # If a rank uses this peer as its own store, `_views` has a view of the store already, which stays. That
+            # rank may know the store by the path of a UNIX socket, which leads to another store on each node. So the
+            # view gets the address by which rank 0 has reached the peer.
             if is_socket(known.store.address):
                 self._views[key] = replace(known, store=replace(known.store, address=address))
 
     def _view_of(self, client: StoreClientSync, store: StoreAddress, layouts: Sequence[StoredLayout]) -> _View:
-        """Return the view of a peer. It can raise StoreError."""
+        """Return the record of what a peer's store has of the job. It can raise StoreError."""
         named = rolled_back.of_layouts(layouts)
         for layout in layouts:
-            # A follower may have put a newer step there since the peer listed this one. A peer that refuses readers,
-            # for example for want of room, still shows which steps it has.
+            # An error of this read is ignored, because it only means that the roll-backs of this layout stay unknown.
+            # The step may be gone, because a follower has copied a newer one to the peer after the peer listed its
+            # steps. Or the peer allows no more readers at the moment. In both cases the view still shows which steps
+            # the peer has.
             with (
                 suppress(StoreError),
                 client.read_layout(store.held_as or self._job, layout.name, max(layout.steps)) as reader,
@@ -367,7 +378,8 @@ class _Search:
         """Return the step to which an operator rolled the job back after this step was made; None if there is none."""
         if not self._rolled_back:
             return None
-        # A store discards newer steps when it is rolled back, so what it has of them was made later.
+        # A store that is rolled back discards the steps above the step to which it goes back. So if the store has
+        # recorded a roll-back and still has a step above that step, the store made this step after the roll-back.
         (stored,) = (one for one in view.layouts if one.name == layout)
         made_after = {*stored.rolled_back, *rolled_back.of_step(part.reader)}
         return rolled_back.went_back_to(self._rolled_back, step, made_after)
@@ -397,5 +409,5 @@ class _Search:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a frozenset or a record for JSON."""
+    """Return a frozenset as a sorted list, or a dataclass as a dict, so that JSON can have it."""
     return sorted(value) if isinstance(value, frozenset) else asdict(value)

@@ -1,7 +1,7 @@
-"""The retention of checkpoints: where those of a job are, which are old, and which kept steps none of them needs.
+"""The retention of checkpoints: where a job's checkpoints are, which are old, and which kept steps none of them needs.
 
-Rank 0 asks this of its store and of the directories. This module must never call a step unneeded only because its
-directory cannot be found, for example because a file system is not mounted.
+Rank 0 finds this out from its store and from the directories. This module must never call a step unneeded only because
+its directory cannot be found, for example because a file system is not mounted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Present:
-    """A checkpoint of this job that this process has seen in its directory.
+    """A checkpoint of this job whose manifest this process has seen in a directory.
 
     Attributes:
         is_renamed: whether the directory is not the one that the checkpoint was saved in.
-        device: the device that has the directory.
-        stamp: what `_stamp_of` returned for the manifest.
+        device: the number of the device that has the directory, by which a later look finds that it is unmounted.
+        stamp: identifies the content of the manifest; see `_stamp_of`.
     """
 
     directory: Path
@@ -45,20 +45,21 @@ class _Present:
 
 
 class Retention:
-    """The checkpoints of one job that rank 0 has seen, and what the config says of their number."""
+    """Finds the checkpoints of one job that the config's retention gives up, and kept steps that none of them needs."""
 
     def __init__(self, store: RankStore, job: str, section: CheckpointsSection) -> None:
         self._store = store
         self._job = job
         self._section = section
-        # The checkpoints of this job that were seen in their directories, by the name of the kept step.
+        # The checkpoints of this job that this object has found in their directories, by the name of the kept step.
         self._seen: dict[str, _Present] = {}
         self._warned: set[str] = set()
 
     def was_saved_in(self, directory: Path, manifest: CheckpointManifest) -> bool:
         """Return whether the store keeps the step for the checkpoint in `directory`, which has this manifest.
 
-        The manifest may be a copy of another checkpoint's, which needs the step as well. It can raise StoreError.
+        The answer is False if the directory is a copy of another checkpoint's, because that other checkpoint needs the
+        step. It can raise StoreError.
         """
         if manifest.job != self._job:
             return False
@@ -68,7 +69,7 @@ class Retention:
         return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
 
     def note(self, manifest: CheckpointManifest, directory: Path, *, is_renamed: bool = False) -> None:
-        """Take note of a checkpoint that is in a directory. It can raise OSError."""
+        """Record that a checkpoint is in `directory`, so that its kept step is needed. It can raise OSError."""
         self._seen[manifest.kept] = _Present(
             directory=directory,
             tag=manifest.tag,
@@ -81,7 +82,7 @@ class Retention:
         )
 
     def drop(self, name: str) -> None:
-        """Take note that no checkpoint needs the kept step of this name any more."""
+        """Forget the checkpoint with the kept step `name`, because the step is not needed any more."""
         self._seen.pop(name, None)
 
     def unneeded(self, newest: CheckpointManifest) -> list[str]:
@@ -97,11 +98,11 @@ class Retention:
             return []
 
     def _unneeded(self, newest: CheckpointManifest) -> list[str]:
-        """Do what `unneeded` says. It can raise StoreError.
+        """Return what `unneeded` returns, but raise StoreError if the store does not answer.
 
-        If a step's checkpoint is neither in its directory nor near it, the step is not needed if
-        this process has seen the directory before on the file system that is mounted now. Otherwise that file system
-        may only be unmounted, so the step is kept, and a warning says how to forget it.
+        If a step's checkpoint is neither in its directory nor near it, the step is not needed if this process has seen
+        the directory before on the file system that is mounted now. If not, the file system may only be unmounted, so
+        the step is kept, and a warning says how to forget it.
         """
         steps = self._store.list_kept_steps()
         before, self._seen = self._seen, {}
@@ -113,13 +114,15 @@ class Retention:
                 continue
             directory = Path(step.note) if present is None else present.directory
             is_gone = False
-            # A directory that cannot be read is not gone.
+            # If the directory cannot be read, for example because a file system is not mounted, the checkpoint does not
+            # count as deleted.
             with suppress(OSError):
                 if self._find(name, directory, present, manifests_below):
                     continue
                 is_gone = present is not None and present.device == _device_of(directory)
             if is_gone:
-                # The Trainer of transformers deletes the oldest one at each save, so this is no warning.
+                # A deleted checkpoint is logged as information and not as a warning, because the Trainer of
+                # transformers deletes its oldest checkpoint at each save.
                 log.info(
                     "the checkpoint %s was deleted, and is not under another name near there: its step is forgotten",
                     directory,
@@ -143,13 +146,13 @@ class Retention:
     ) -> bool:
         """Look for the checkpoint of a kept step, take note of where it is, and return whether it was found.
 
-        Its user may have renamed the directory, or the one above it. It can raise OSError.
+        The user may have renamed the checkpoint's directory, or the directory above it. It can raise OSError.
 
         Args:
             name: name of the kept step.
             directory: the directory in which the checkpoint was saved, or seen last.
-            present: what was seen of it before.
-            manifests_below: `_manifests_below`, with the results of earlier calls.
+            present: the checkpoint as this process has seen it before; None: it has not.
+            manifests_below: the function `_manifests_below`, with a cache, because it reads many files.
         """
         stamp = _stamp_of(directory)
         if present is not None and stamp is not None and stamp == present.stamp:
@@ -169,11 +172,12 @@ class Retention:
         return True
 
     def _remove_old(self, newest: str) -> list[str]:
-        """Remove the manifests that the retention of the config does not keep, and return the names of their steps.
+        """Remove the manifests that the config's retention does not keep, and return the names of their kept steps.
 
         A manifest that cannot be removed stays with its step, until a later save succeeds in removing it.
         """
-        # A directory that was renamed is its user's own, so the retention does not count it.
+        # A checkpoint whose directory the user has renamed is never removed, and does not count for the numbers that
+        # the config sets for retention.
         present = {name: seen for name, seen in self._seen.items() if not seen.is_renamed}
         needed = _to_keep(present, self._section)
         removed = []
@@ -193,10 +197,11 @@ def _to_keep(seen: Mapping[str, _Present], section: CheckpointsSection) -> set[s
     """Return the names of the checkpoints that the retention keeps; all names if the section sets no number."""
     if section.keep_last is None and section.keep_every is None and section.keep_best is None:
         return set(seen)
-    # A run that has gone back to an earlier step saves steps with lower numbers later.
+    # The checkpoints are sorted by the time of saving and not by the step, because a run that has gone back to an
+    # earlier step saves lower numbers later.
     newest = sorted(seen, key=lambda name: seen[name].saved_at, reverse=True)
     sign = 1 if section.best == "min" else -1
-    # A metric that is not a number (NaN) is never the best.
+    # A metric that is not a number (NaN) never makes a checkpoint the best one.
     metrics = {name: metric for name in newest if (metric := seen[name].metric) is not None and not math.isnan(metric)}
     best = sorted(metrics, key=lambda name: sign * metrics[name])
     kept = set(newest[: section.keep_last or 1])
@@ -225,7 +230,7 @@ def _of_step(name: str, manifests: Mapping[Path, CheckpointManifest]) -> dict[Pa
 
 
 def _stamp_of(directory: Path) -> tuple[int, int] | None:
-    """Return what identifies the content of the manifest in a directory; None if there is none.
+    """Return numbers that identify the content of a directory's manifest; None if there is no manifest.
 
     It can raise OSError.
     """

@@ -1,9 +1,9 @@
-"""The roll-backs of a job by operators: which steps of other stores they have given up.
+"""The roll-backs of a job by operators, and the rule that says which steps a roll-back has given up.
 
 A daemon records a roll-back (`paramserver-admin rollback`) under a random name, and each commit that a run makes later
 names all roll-backs that the run knew. So a step is given up if it is above the step of a roll-back that its commit
-does not name: it was made before the roll-back, and it is there because a replica, or another node, was not rolled back
-with the job. A step that is given up is not resumed from, whatever its number is.
+does not name: this step was made before the roll-back. A store may still have it, because a replica or another node was
+not rolled back with the job. No run resumes from a step that is given up, even if it is the newest one.
 
 This module owns the comparison. It must never change what is stored.
 """
@@ -18,12 +18,12 @@ from trainer_client.client.store_client.types import StoredLayout
 from trainer_client.errors import ClientStateError
 from trainer_client.training.run.stored_state import decode_stored
 
-# The step that each roll-back made the newest one again, by the name of the roll-back.
+# Maps the name of each roll-back of a job to the step to which the job went back.
 RollBacks: TypeAlias = Mapping[str, int]
 
 
 def of_layouts(layouts: Iterable[StoredLayout]) -> dict[str, int]:
-    """Return the roll-backs that a store has recorded of layouts."""
+    """Return the roll-backs that a store has recorded for layouts of a job: by name, the step gone back to."""
     return {name: step for layout in layouts for name, step in layout.rolled_back.items()}
 
 
@@ -50,11 +50,13 @@ def of_step(reader: StoreReaderSync) -> RollBacks:
 
 
 def went_back_to(known: RollBacks, step: int, made_after: Container[str]) -> int | None:
-    """Return the step of a roll-back that has given up a step; None if no roll-back has.
+    """Return the step to which a roll-back went back that has given up `step`; None if no roll-back has given it up.
+
+    If several roll-backs have given the step up, the lowest of their steps is returned.
 
     Args:
-        known: the roll-backs of the job.
-        step: the number of the step.
-        made_after: the names of the roll-backs before which the step was not made.
+        known: the roll-backs of the job: for each name, the number of the step to which it went back.
+        step: the number of the step that may be given up.
+        made_after: the names of the roll-backs after which `step` was made. These have not given `step` up.
     """
     return min((to for name, to in known.items() if to < step and name not in made_after), default=None)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler(Protocol):
-    """The methods of a learning-rate scheduler that the engine uses."""
+    """A learning-rate scheduler of torch, DeepSpeed or the user: any object with the methods that the engine calls."""
 
     def step(self) -> None: ...
 
@@ -54,12 +54,13 @@ class RunProgress:
 
 
 class RunState:
-    """The parts of a run's state that a commit carries for this rank.
+    """Collects this rank's state besides its shards for each commit, and restores it when a run resumes.
 
     Args:
         names: the names of the model's parameters, in its order.
-        made_with: the record of this run; None: the commits of another rank carry it.
-        rolled_back: the roll-backs by operators before this run, see rolled_back.py.
+        made_with: the record of this run's config, model and optimizer; None on all ranks but rank 0, whose commits
+            carry it.
+        rolled_back: the roll-backs of the job that operators made before this run, see rolled_back.py.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RunState:
         made_with: MadeWith | None,
         rolled_back: RollBacks,
     ) -> None:
-        """Join the parts; `made_with` is None on all ranks but rank 0, whose commits carry it."""
+        """Keep references to the parts of the state. Nothing is encoded or restored yet."""
         self._names = names
         self._step = step
         self._scaler = scaler
@@ -95,29 +96,34 @@ class RunState:
         self._extra_states = extra_states
         self._rolled_back = dict(rolled_back)
         self._made_with = made_with
-        # The text is made once, because every commit carries it.
+        # The record of the settings of this run is encoded only once, because every commit carries the same text.
         self._made_with_text = None if made_with is None else made_with.encode()
-        # The parameters of the groups in the last commit, by their indexes and by their names. They rarely change.
+        # `_members`: the parameters of the optimizer's groups in the last commit, by their indexes. `_sorted_members`:
+        # the same by their names. They rarely change, so `sort_groups` is called only if they do.
         self._members: list[Any] = []
         self._sorted_members: list[Any] | None = None
-        # The bytes of the buffers and of the script's part in the last encoded state, as digests by name, and the
-        # buffers that the script has changed after a step of this run.
+        # `_encoded`: the digests of the buffers and of the script's values in the last encoded state, by name. `_late`:
+        # the names of the buffers that the script has changed after a step of this run.
         self._encoded: dict[str, int] = {}
         self._late: set[str] = set()
-        # The digests of what the last encoded state was amended by, or None if it was not.
+        # The digests of the values in the newest amendment of the last encoded state. None if that state was not
+        # amended.
         self._amended: dict[str, int] | None = None
-        # Whether this run has said that large buffers were changed before a wait for a commit.
+        # Whether this run has already logged the warning that the script has changed large buffers before it waited for
+        # a commit.
         self._has_warned = False
-        # The bytes of the last encoded state without those that the script may change between two steps.
+        # The size in bytes of the last encoded state, without the values that the script may change between two steps.
         self._other_bytes = 0
 
     def encode(self, progress: RunProgress, user: Mapping[str, Any], *, ends_step: bool = False) -> bytes:
-        """Return the encoded state for a commit.
+        """Return this rank's encoded state, as it is now, for a commit.
 
         Args:
-            progress: the counters.
-            user: the user's part.
-            ends_step: whether a step ends, after which the script may still change buffers.
+            progress: the counters of the engine.
+            user: the user's part of the state, `engine.client_state`.
+            ends_step: whether this is the state at the end of a step. If so, it lists the buffers that the script has
+                changed after earlier steps, because it may change them after this step, too, and a run that goes on
+                from this commit warns that such changes are lost.
 
         Raises:
             ClientStateError: a value cannot be stored.
@@ -161,18 +167,21 @@ class RunState:
         return encoded
 
     def has_late_changes(self, user: Mapping[str, Any]) -> bool:
-        """Return whether the script has changed a buffer, or its own part, since the last state was encoded."""
+        """Return whether the script has changed a buffer or `engine.client_state` since the last state was encoded."""
         return self._digests(user) != self._encoded or self._large_buffers.has_changes()
 
     def amended(self, encoded: bytes, user: Mapping[str, Any], *, is_alone: bool) -> bytes | None:
-        """Return the newest commit's state with what the script has changed in buffers and in its own part since.
+        """Return the newest commit's state with an entry for what the script has changed after the commit.
 
-        None is returned if this rank need not amend its state: it was amended by the same, or nothing was changed and
-        there are no other ranks, which could have changes.
+        The script may have changed buffers and its own part of the state, `engine.client_state`.
+
+        None is returned if this rank need not amend its state: the state was amended by the same values before, or
+        nothing was changed and there are no other ranks. Other ranks could have changes, which count only if all ranks
+        amend.
 
         Args:
-            encoded: the state as the commit had it first.
-            user: the user's part.
+            encoded: the state as the commit had it before any amendment.
+            user: the user's part of the state, `engine.client_state`.
             is_alone: whether this is the only rank.
 
         Raises:
@@ -207,14 +216,15 @@ class RunState:
     def note_late_changes(self) -> None:
         """Note which buffers the script has changed after a step, because the forward of the next one begins.
 
-        They are in the commit of the next step only. A run that goes on from the commit of the step says so.
+        Changes after a step are only in the commit of the next step. So each later commit lists these buffers, and a
+        run that goes on from such a commit logs that changes of them after the step may be lost.
         """
         now = self._digests(None)
         self._late |= {name for name, digest in now.items() if self._encoded.get(name, digest) != digest}
         self._late |= self._large_buffers.changed()
 
     def _digests(self, user: Mapping[str, Any] | None) -> dict[str, int]:
-        """Return the digests of the buffers that commits carry by their names, and that of the user's part by ""."""
+        """Return a digest of each buffer that commits carry, by its name, and a digest of `user` under the name ""."""
         digests = {
             name: xxhash.xxh3_64_intdigest(buffer.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             for name, buffer in self._plain.to_commit()["buffers"].items()
@@ -222,9 +232,9 @@ class RunState:
         return digests if user is None else digests | {"": xxhash.xxh3_64_intdigest(client_state.encode(user))}
 
     def require_committable(self, user: Mapping[str, Any]) -> None:
-        """Check what the script may have changed since the last commit: its own part, and the optimizer's groups.
+        """Check that a commit can carry what the script may have changed: `user`, and the optimizer's groups.
 
-        Call this before a step is made, because a value that cannot be committed would end the run afterwards.
+        Call this before a step is made, because after the step a value that cannot be committed would end the run.
 
         Raises:
             ClientStateError: a value cannot be stored, or all of them are larger than a commit's state may be.
@@ -239,7 +249,7 @@ class RunState:
             )
 
     def _check_values_of_script(self, user: Mapping[str, Any]) -> int:
-        """Return the size of the encoded values that the script may change. It can raise ClientStateError."""
+        """Return the encoded size of the values that the script may change. It can raise ClientStateError."""
         schedule = None if self._lr_scheduler is None else self._lr_scheduler.state_dict()
         return (
             client_state.check(user, "engine.client_state")
@@ -265,10 +275,10 @@ class RunState:
     ) -> RunProgress:
         """Restore the run from the decoded state of a commit, and return its counters.
 
-        The user's part is ignored, and so are the model's names, which only exports need. Its buffers were loaded when
-        the job was opened; see also `restore_extra_states`.
+        The user's part is ignored, and so are the model's names, which only exports need. The model's buffers were
+        loaded when the job was opened. `restore_extra_states` restores the extra states.
 
-        A number of updates that is None stays as it is.
+        If the commit's number of updates of a parameter is None, the parameter's present number stays.
 
         Args:
             optimizer: whether the optimizer's settings and counts and the loss scale are restored, too.
@@ -283,16 +293,19 @@ class RunState:
             skipped=counters["skipped_steps"],
             skipped_in_row=counters["skipped_in_row"],
         )
-        # The positions of a run only grow, even if the run goes back to an earlier step.
+        # The positions in a run's traces must only grow, because the store compares them. So the clock never goes back,
+        # even if the run goes back to an earlier step.
         self._clock.go_on_from(max(self._clock.now, counters["clock"]))
         if optimizer:
             self._scaler.load_state_dict(state["scaler"])
         rates_before = rates_of(self._optimizer.param_groups)
-        # The entry is None if the commit was made with another optimizer.
+        # The entry "optimizer" is None if the step was made with another optimizer. The settings of this run's
+        # optimizer then stay.
         are_settings_stored = optimizer and settings and state["optimizer"] is not None
         if are_settings_stored:
             self._optimizer.load_settings(state["optimizer"])
-        # An imported checkpoint may lack the schedule by which its groups have their rates, so these stay.
+        # An imported checkpoint may lack the schedule that has set the learning rates of its groups. Then the schedule
+        # of this run is not restored, and the rates stay as they were loaded.
         is_known = state["lr_scheduler"] is not None or state["imported"] is None
         if lr_scheduler and self._lr_scheduler is not None and is_known:
             restore_schedule(
@@ -314,8 +327,8 @@ class RunState:
         sizes = self._micro_batches.sizes
         micro_steps = counters["micro_steps"]
         if counters["accumulation"] != sizes.accumulation:
-            # A commit is made at the end of a step, so this is the count as if all steps had had the new number of
-            # micro-batches.
+            # A commit is made at the end of a step. So the count of micro-batches is set as if all steps so far had had
+            # this run's number of micro-batches, and the next micro-batch is the first one of a step.
             micro_steps = counters["global_steps"] * sizes.accumulation
         return RunProgress(
             global_steps=counters["global_steps"], global_samples=counters["global_samples"], micro_steps=micro_steps

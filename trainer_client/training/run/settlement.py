@@ -1,23 +1,25 @@
 """The settlement, which finds out when a commit is on all nodes of a job.
 
-Each store commits a step when its own ranks have voted, so a commit of one node may never come to another one, whose
-rank was killed before its vote. A step is settled when every rank, on every node, has the commit: whichever ranks die
-then, the next run goes on from it or from a later one. This module owns the thread that finds that out, and must never
-make the training wait for it, unless commits wait for replicas.
+Each store commits a step when its own ranks have voted. So the store of one node may commit a step that the store of
+another node never commits, because a rank of that node was killed before its vote. A step is settled when the stores of
+all ranks have committed it: from then on, the next run goes on from this step or a later one, no matter which ranks
+die. This module owns the thread that finds out when a step is settled. The training must never wait for the thread,
+unless commits wait for replicas.
 
 [Note: settled steps] For each commit, in turn, the thread of each rank
 
 1. waits until the rank's own store has the commit;
 2. meets the threads of all other ranks, in a process group of their own. Then the step is settled;
-3. tells the rank's store so, if the rank speaks for the store. From then on readers get the step, and followers copy
-   it;
+3. tells the rank's store that the step is settled, if the rank speaks for the store. From then on readers get the
+   step, and followers copy it;
 4. if commits wait for replicas: waits for its store's replicas, and meets the other threads again.
 
-The training goes on meanwhile. It waits for no other rank in this, so `engine.wait_for_commit()` may be called by one
-rank alone. If a rank dies, its connections break, and the threads of all others fail with a CollectiveError. A store
-that misses step 3 gets the same with the next vote (`settled_step`), or when the next run finds that all stores have
-the step. A store writes what step 3 says into its catalog with the next commit, so the training thread has it write
-that of the last commit at the end of a run. See tests/integration/test_settled_steps.py.
+The training goes on meanwhile. The training thread does not wait for other ranks to settle a commit, so
+`engine.wait_for_commit()` may be called by one rank alone. If a rank dies, its connections break, and the threads of
+all others fail with a CollectiveError. If a store misses the call of point 3, the next vote tells it the same
+(`settled_step`), or the next run does, when it finds that all stores have the step. A store writes the settled step
+into its catalog only with the next commit. After the last commit there is none, so the training thread has the store
+write it at the end of the run. See tests/integration/test_settled_steps.py.
 """
 
 from __future__ import annotations
@@ -42,20 +44,21 @@ log = logging.getLogger(__name__)
 
 
 class Settlement:
-    """The commits of one rank that are being settled.
+    """Settles the commits of one rank in a thread of its own, and lets other threads wait for that.
 
     Args:
         store: this rank's store.
         collectives: the collectives of this rank.
         replicas: the replicas of the store's part of the job, which only the rank that leads the store has.
-        leads_store: whether this rank speaks for all ranks that use its store.
+        leads_store: whether this rank speaks for all ranks that use its store, so that it alone sends the store the
+            settled steps.
         spans_nodes: whether the ranks of the job use several stores.
 
     If the ranks use one store and commits wait for no replicas, a commit is settled when the store has made it, and
     there is no thread. All ranks must make this object at the same time.
 
     Raises:
-        StoreUnavailableError: the ranks use several stores, and the daemon of one is of a release that does not settle.
+        StoreUnavailableError: the ranks use several stores, and a daemon of an earlier release cannot settle steps.
     """
 
     def __init__(
@@ -72,9 +75,9 @@ class Settlement:
         self._replicas = replicas
         self._tells_store = leads_store and spans_nodes
         self._changed = threading.Condition()
-        # The commits that are not settled yet, oldest first.
+        # The steps whose commits have begun and are not settled yet, oldest first.
         self._begun: deque[int] = deque()
-        # Futures that are done when all commits are settled, and cancelled if that fails.
+        # Futures that are done when all commits that have begun are settled. They are cancelled if settling fails.
         self._awaited: list[Future[None]] = []
         self._failure: Exception | None = None
         self._closing = threading.Event()
@@ -109,7 +112,7 @@ class Settlement:
                 self._changed.notify_all()
 
     def note_made(self, step: int) -> None:
-        """Take note that this rank's store has made a commit, which is settled then if there is one store only."""
+        """Record that this rank's store has made a commit. If all ranks use this store, the commit is settled now."""
         if self._thread is None:
             self._replicas.note_commit(step)
 
@@ -117,18 +120,18 @@ class Settlement:
         """Wait until the replicas of all parts have the newest commit, if the job's durability asks for that.
 
         Raises:
-            CollectiveError, StoreError: what `wait` raises.
+            CollectiveError, StoreError: in the same cases as `wait`.
         """
         if self._replicas.are_waited_for:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the newest commit is settled, and all replicas have it that commits wait for.
+        """Wait until the newest commit is settled, and all replicas have it if commits wait for replicas.
 
         Call this after the rank's own store has made the commit. The other ranks need not call it.
 
         Raises:
-            CollectiveError: another rank has gone, so it is not known whether it has the commit.
+            CollectiveError: another rank has gone, so it is not known whether that rank's store has the commit.
             StoreError: a store refused, or a replica does not have the commit in time.
         """
         with self._changed:
@@ -137,9 +140,9 @@ class Settlement:
                 raise self._failure
 
     def record(self, step: int) -> None:
-        """Have this rank's store know after a crash, too, that the run's last commit is settled.
+        """Make this rank's store remember, even after a crash, that the run's last commit is settled.
 
-        Call this when all ranks have met after their stores had made it. A failure of the call is only logged,
+        Call this when all ranks have met after their stores had made the commit. A failure of the call is only logged,
         because the next run settles the commit again.
         """
         if not self._tells_store:
@@ -155,7 +158,7 @@ class Settlement:
             )
 
     def awaited(self) -> Future[None]:
-        """Return a future that is done when the newest commit is settled, and cancelled if it is not."""
+        """Return a future that is done when the newest commit is settled, and cancelled if it cannot be settled."""
         future = Future[None]()
         with self._changed:
             self._awaited.append(future)
@@ -164,7 +167,7 @@ class Settlement:
 
     @property
     def is_at_once(self) -> bool:
-        """Whether a commit is settled when this rank's store has made it."""
+        """Whether a commit is settled as soon as this rank's store has made it, so that there is no thread."""
         return self._thread is None
 
     def abandon(self) -> None:
@@ -179,7 +182,7 @@ class Settlement:
         )
 
     def close(self) -> None:
-        """End the thread; idempotent."""
+        """End the thread that settles commits. Commits that are not settled yet stay so. Idempotent."""
         self.abandon()
         if self._thread is not None:
             self._thread.join()
@@ -192,18 +195,19 @@ class Settlement:
                     self._begun.popleft()
                     self._tell()
         except Exception as error:
-            # The threads of the other ranks must not wait for this one, and those that wait for the commit must hear.
+            # The settling threads of the other ranks must not wait for this thread, so it leaves their collectives.
+            # Calls that wait for the commit must get the error, so it is recorded.
             self._collectives.leave_beside()
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Have all waits for commits that are not settled raise an error, which is the first one."""
+        """Have present and later waits for commits that are not settled raise `error`, or the first such error."""
         with self._changed:
             self._failure = self._failure or error
             self._tell()
 
     def _tell(self) -> None:
-        """Let those that wait look whether the newest commit is settled. The caller holds the lock."""
+        """Wake the threads that wait for the newest commit, and finish their futures. The caller must hold the lock."""
         self._changed.notify_all()
         while self._awaited and (not self._begun or self._failure is not None):
             future = self._awaited.pop()
@@ -219,7 +223,7 @@ class Settlement:
             return None if self._closing.is_set() else self._begun[0]
 
     def _settle(self, step: int) -> None:
-        """Do for one commit what [Note: settled steps] says."""
+        """Settle one commit: do the four points of [Note: settled steps] for it."""
         what = f"the settling of commit {step}"
         self._store.wait_until_committed(step, self._check_open)
         self._collectives.lowest_beside(step, what, self._check_open)
@@ -228,9 +232,11 @@ class Settlement:
         self._replicas.note_commit(step)
         if self._replicas.are_waited_for:
             what += " at the replicas"
-            # A holder may be the daemon of a node that is lost with its rank. The run ends then, and so does this wait.
+            # The holder of a replica may be the daemon of a node that is lost together with its rank. The loss of a
+            # rank ends the run, so the wait for the replicas ends with an error when a rank is lost.
             self._replicas.wait(step, partial(self._collectives.require_others, what, time.monotonic()))
-            # The wait for the replicas ends early at the end of the run.
+            # When the run is being closed, the wait for the replicas returns early, although they may lack the step.
+            # `_check_open` raises an error in that case, so the commit does not count as settled.
             self._check_open()
             self._collectives.lowest_beside(step, what, self._check_open)
 

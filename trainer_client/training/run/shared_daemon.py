@@ -1,9 +1,9 @@
 """The store daemons that this process has started for its engines: one for each state directory, shared by count.
 
-Programs hold several engines, which read one config: a policy and its reference, a generator and its critic, the cell
-of a notebook that is run again. The first engine of a state directory starts the daemon, and the last one that leaves
-stops it, in whatever order they leave. This module owns the count. It must never stop a daemon that an engine of this
-process uses.
+A program may have several engines that read one config: a policy and its reference, a generator and its critic, the
+cell of a notebook that is run again. The first engine of a state directory starts the daemon, and the last one that
+leaves stops it, in whatever order they leave. This module owns the count. It must never stop a daemon that an engine of
+this process uses.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from trainer_client.training.run.local_daemon import LocalDaemon
 
 log = logging.getLogger(__name__)
 
-# The keys of the section `paramserver` that are settings of the daemon.
+# The keys of the config's section `paramserver` that are settings of the daemon. An engine cannot share a daemon if its
+# config asks for more in one of them than the daemon has.
 _BUDGETS = ("host_budget", "nvme_budget")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """A daemon, the config with which it was started, and the number of engines that use it."""
+    """A daemon of this process, the config with which it was started, and the number of engines that use it."""
 
     daemon: LocalDaemon
     config: TrainingConfig
@@ -37,10 +38,11 @@ class _Shared:
 
 
 class _SharedDaemons:
-    """The daemons of one process, by the real paths of their state directories."""
+    """Starts the daemons of this process and stops each after its last engine, by the paths of state directories."""
 
     def __init__(self) -> None:
-        # Held while a daemon is started or stopped, so that an engine never gets one that is just about to end.
+        # A lock that is held while a daemon is started or stopped, so that an engine never gets a daemon that is about
+        # to end.
         self._lock = threading.Lock()
         self._by_directory: dict[Path, _Shared] = {}
 
@@ -57,7 +59,7 @@ class _SharedDaemons:
         return DaemonShare(self, directory)
 
     def forget(self) -> None:
-        """Forget the daemons in a forked child, because they are its parent's and end with that."""
+        """Forget the daemons in a forked child, because they belong to the parent and end with the parent."""
         self._lock = threading.Lock()
         self._by_directory = {}
 
@@ -71,7 +73,7 @@ class _SharedDaemons:
 
 
 class DaemonShare:
-    """One engine's share of a daemon of this process."""
+    """One engine's use of a daemon of this process. The daemon runs at least until the engine calls `leave`."""
 
     def __init__(self, daemons: _SharedDaemons, directory: Path) -> None:
         self._daemons = daemons
@@ -79,7 +81,7 @@ class DaemonShare:
         self._has_left = False
 
     def leave(self) -> None:
-        """Give the share back, and stop the daemon if no other engine of this process uses it. Idempotent."""
+        """End the engine's use of the daemon, which stops if no other engine of this process uses it. Idempotent."""
         if not self._has_left:
             self._has_left = True
             self._daemons.leave(self._directory)
@@ -94,16 +96,16 @@ def share_daemon(config: TrainingConfig) -> DaemonShare:
 
     Raises:
         LocalDaemonError: the daemon cannot be started; or it runs already, and the config asks for a larger budget than
-            it has.
+            the daemon has.
     """
     return _daemons.use(config)
 
 
 def _check(wanted: TrainingConfig, present: TrainingConfig, directory: Path) -> None:
-    """Check that a daemon that runs with the settings of `present` is enough for an engine with those of `wanted`.
+    """Check that a daemon that was started with the config `present` has the budgets that `wanted` asks for.
 
     Raises:
-        LocalDaemonError: the config writes a larger budget.
+        LocalDaemonError: the config of `wanted` has a larger budget than the daemon.
     """
     for key in _BUDGETS:
         given: ByteSize = getattr(wanted.paramserver, key)

@@ -3,8 +3,8 @@
 This module owns the copies in host memory. It must never look at values, and never begin a move on its own: the engine
 asks between two passes, and refuses all other calls until the states are back.
 
-[Note: freed storage] A tensor whose states have moved keeps its place in all objects that hold it, and its storage is
-freed, so that views of it are right again when the storage is filled. Until then nothing may read it.
+[Note: freed storage] When a state moves, its tensor stays in all objects that hold it, and only the tensor's storage is
+freed. So the tensor and its views are right again when the storage is filled. Until then no code may read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOST = torch.device("cpu")
 
 
 class DeviceState(StrEnum):
-    """The kinds of state that can be moved, by DeepSpeed's names."""
+    """The kinds of state that can be moved to host memory. The values are DeepSpeed's names for them."""
 
     optim_states = "optim_states"
     """The optimizer's states."""
@@ -40,17 +40,17 @@ class DeviceState(StrEnum):
     """The gradients between backward and step."""
 
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """DeepSpeed's buffer for reductions. Here there is none between two passes."""
+    """DeepSpeed's buffer for reductions. This engine has no such buffer between two passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldState:
-    """Memory on the device.
+    """A tensor on the device whose memory can be freed and allocated again.
 
     Attributes:
         tensor: the tensor that views the memory.
-        free: frees the memory, so that `tensor` must not be read.
-        allocate: takes the memory again, with values that are not known.
+        free: frees the memory; `tensor` must not be read until it is allocated and filled again.
+        allocate: allocates the memory again, with undefined values.
     """
 
     tensor: torch.Tensor
@@ -66,10 +66,10 @@ class _HeldState:
 
 
 class StateOffload:
-    """The states of one engine that are moved into host memory for a while."""
+    """Moves states of one engine from the device into host memory, and back when the user asks for them."""
 
     def __init__(self, states: Sequence[PlacedStates], gradients: Gradients) -> None:
-        """Begin with all states on their devices."""
+        """Move nothing yet: all states are on their devices."""
         self._states = states
         self._gradients = gradients
         self._moved: dict[DeviceState, list[tuple[_HeldState, torch.Tensor]]] = {}
@@ -78,11 +78,11 @@ class StateOffload:
     def offload(self, which: Container[DeviceState], *, pinned: bool, non_blocking: bool) -> None:
         """Copy these kinds of state into host memory, and free their memory on the device.
 
-        States in the store are not moved, and states that were moved before are not moved again. A failure moves
-        everything back.
+        States in the store are not moved, and states that were moved before are not moved again. After a failure all
+        moved states are moved back.
 
         Args:
-            pinned: whether the copies are page-locked, if there is an accelerator to copy from.
+            pinned: whether the copies are in page-locked memory, if there is an accelerator to copy from.
             non_blocking: whether the call may return before page-locked copies are complete.
         """
         pinned = pinned and torch.accelerator.is_available()
@@ -102,7 +102,7 @@ class StateOffload:
 
     @torch.no_grad()
     def reload(self, *, non_blocking: bool) -> None:
-        """Move everything back to the device.
+        """Move all moved states back to the device.
 
         If the device has too little memory, torch's error is raised, and states that were not moved yet stay in host
         memory, so that a later call can move them.
@@ -127,7 +127,7 @@ class StateOffload:
         return found
 
     def _on_device(self, kind: DeviceState) -> Iterator[_HeldState]:
-        """Yield the memory of a kind of state on the device."""
+        """Yield each tensor of a kind of state that is on the device, as memory that can be freed."""
         if kind is DeviceState.lp_grads:
             yield from map(_HeldState.of, self._gradients.on_device())
         for state in self._states:

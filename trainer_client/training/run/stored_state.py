@@ -1,7 +1,7 @@
 """The client state that a commit carried, in the form that this version commits.
 
 Earlier versions committed fewer entries. Only this module knows which entries they lack, so the code that resumes a run
-finds the same entries whatever version made the commit. It must never change what a stored entry says.
+finds the same entries in the commits of all versions. It must never change what a stored entry says.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from trainer_client.base.index_ranges import from_ranges, to_ranges
 from trainer_client.errors import ClientStateError
 from trainer_client.training.run import client_state
 
-# The entry that a rank adds to its state when it amends a step; see `amend`.
+# The name of the entry that a rank adds to its client state when it amends a step; see `amend`.
 AMENDMENT = "amendment"
 _USER_PART = "engine.client_state"
 
-# The entries that earlier versions did not commit, with the value that stands for "was not recorded".
+# The entries of a client state that earlier versions did not commit. `decode_stored` sets a missing one to None, which
+# stands for "was not recorded".
 _ENTRIES = (
     *("model", "buffers", "made_at", "made_with", "imported", "rolled_back", "sorted_counts"),
     *("lr_scheduler_class", "sorted_groups", "extra_states", "late_buffers", AMENDMENT),
@@ -27,13 +28,14 @@ _ENTRIES = (
 def decode_stored(encoded: bytes) -> dict[str, Any]:
     """Return the decoded client state of a commit; entries that its version did not record are None.
 
-    The number of samples is an exception: all steps of such a run had the same global batch, so it can be computed.
+    The number of samples is an exception. If it was not recorded, all steps of the run had the same global batch, so
+    the number is computed.
 
     Args:
         encoded: the state that a trainer or an import committed.
 
     Raises:
-        ClientStateError: no version of this library has made the text.
+        ClientStateError: no version of this library has made `encoded`.
     """
     state = client_state.decode(encoded)
     try:
@@ -46,15 +48,16 @@ def decode_stored(encoded: bytes) -> dict[str, Any]:
 
 
 def amend(state: dict[str, Any], *, everywhere: bool, somewhere: bool) -> None:
-    """Give a rank's decoded state what the script had changed after the step when the rank waited for its commit.
+    """Apply or drop a rank's amendment, which has the script's changes between the step and the wait for its commit.
 
-    A step has the changes of all its ranks or of none, so they count only if all ranks have amended their states.
-    Otherwise they go to the entry "late_buffers", which the run's first line names as lost.
+    A step has the changes of all its ranks or of none, so the changes count only if all ranks have amended their
+    states. If not, the names of the changed buffers go to the entry "late_buffers", and the run's first line names them
+    as lost.
 
     Args:
         state: the state, as `decode_stored` returned it.
         everywhere: whether all ranks of the commit have amended their states.
-        somewhere: whether one of them has amended it by changes; see `has_changes`.
+        somewhere: whether an amendment of any rank has changes; see `has_changes`.
     """
     amendment, late = state[AMENDMENT], state["late_buffers"] or []
     state[AMENDMENT] = None
@@ -70,7 +73,7 @@ def amend(state: dict[str, Any], *, everywhere: bool, somewhere: bool) -> None:
 
 
 def decode_for_all(state_of: Callable[[int], bytes | None], ranks: Iterable[int]) -> dict[str, Any]:
-    """Return the decoded state of rank 0 with its amendment, if all ranks have amended theirs.
+    """Return the decoded state of rank 0. Its amendment is applied if all ranks have amended their states.
 
     Args:
         state_of: returns the encoded state of a rank.
@@ -86,16 +89,17 @@ def decode_for_all(state_of: Callable[[int], bytes | None], ranks: Iterable[int]
 
 
 def has_changes(state: Mapping[str, Any]) -> bool:
-    """Return whether a rank has amended its decoded state by changes. One of several ranks also amends it by nothing.
+    """Return whether the amendment of a rank's decoded state has changes.
 
-    Other ranks may have changes, and a step has those of all ranks only if each of them has amended its state.
+    A rank without changes makes an empty amendment if there are other ranks. They may have changes, which count only if
+    each rank has amended its state.
     """
     amendment = state[AMENDMENT] or {}
     return bool(amendment.get("buffers")) or "user" in amendment
 
 
 def is_amended(encoded: bytes | None) -> bool:
-    """Return whether a rank has amended its state. It can raise ClientStateError."""
+    """Return whether a rank's encoded state has an amendment, even an empty one. It can raise ClientStateError."""
     return bool(encoded) and decode_stored(encoded or b"")[AMENDMENT] is not None
 
 
@@ -118,8 +122,8 @@ def counts_of(state: Mapping[str, Any], names: Sequence[str]) -> list[int]:
 
     Args:
         state: the state, as `decode_stored` returned it.
-        names: the names of all parameters of the model that made the commit, in any order. In commits that an earlier
-            version made the numbers are in the order of the model of that time, which is taken to be this order.
+        names: the names of all parameters of the model that made the commit, in any order. Commits of earlier versions
+            have the numbers in the order of their own model only, so `names` is taken to be in that order.
     """
     if state["sorted_counts"] is None:
         return list(state["update_counts"])
@@ -130,8 +134,8 @@ def counts_of(state: Mapping[str, Any], names: Sequence[str]) -> list[int]:
 def sort_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[list[int]]] | None:
     """Return the parameters of each group by their places in the alphabetical order of all names, as ranges.
 
-    A later run of the same model may have its parameters in another order, and finds its own groups by this list.
-    None is returned where no order matters, because one group has all parameters.
+    A later run of the same model may have its parameters in another order, and finds its own groups by this list. None
+    is returned if one group has all parameters, because their order does not matter then.
 
     Args:
         groups: the settings of the groups, whose "params" are ranges of indexes in the model.
@@ -151,11 +155,12 @@ def groups_of(state: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, 
 
     Args:
         state: the state, as `decode_stored` returned it.
-        names: as for `counts_of`.
+        names: the names of all parameters of the model that made the commit, as for `counts_of`.
     """
     groups: list[dict[str, Any]] | None = state["optimizer"]
     found = state["sorted_groups"]
-    # Where the order is the same, the parameters of a group stay in the order that the group had.
+    # If the order of the model's parameters is the same as at the commit, the parameters of each group keep the order
+    # that they had in the group.
     if groups is None or found is None or found == sort_groups(groups, names):
         return groups
     by_name = _by_name(names)
@@ -166,5 +171,5 @@ def groups_of(state: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, 
 
 
 def _by_name(names: Sequence[str]) -> list[int]:
-    """Return the indexes of names in their alphabetical order."""
+    """Return the indexes in `names` of its elements, in the alphabetical order of the elements."""
     return sorted(range(len(names)), key=names.__getitem__)

@@ -1,8 +1,8 @@
 """The reader of a committed step that has another layout than this run's, and the search for the stores that have it.
 
-Its elements are read by parameter name and range, from this rank's own store if that has them, otherwise from the job's
-other stores. This module owns the connections that it opens, and the readers, which keep the step in those stores while
-it is read. It must never write.
+The elements of the step are read by parameter name and range: from this rank's own store if that store has them, and if
+not, from the job's other stores. This module owns the connections that it opens, and the readers, which keep the step
+in those stores as long as it is read. It must never write.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class StoreAddress:
     Attributes:
         address: `unix:/path` or `host:port`.
         epoch: the random name of the daemon's start. It identifies the daemon, because on another node another daemon
-            may have the same address. "": any daemon that answers is meant.
-        wait_seconds: how long to wait until it answers.
-        held_as: the name under which the daemon has its part of the job, if that is the replica of another daemon's;
-            "": the name of the job.
+            may have the same address. "": the daemon may be any that answers at `address`.
+        wait_seconds: how long a client waits until the daemon answers.
+        held_as: the name under which the daemon has its part of the job, if that part is a replica of another daemon's
+            part; "": the name of the job itself.
     """
 
     address: str
@@ -71,17 +71,17 @@ def large_buffers_in(reader: StoreReaderSync, entry: str) -> dict[str, torch.Ten
 
 
 class StepPart:
-    """One store's part of the step, held by a reader.
+    """One store's part of a step. The store keeps the step as long as `reader` is open.
 
     Attributes:
-        reader: reads elements.
+        reader: reads elements of the tensors.
         tensors: the tensors that the store has elements of, by FQN.
     """
 
     def __init__(self, client: StoreClientSync, job: str, layout: str, step: int, kept: str | None = None) -> None:
-        """Open the reader of the kept step named `kept` or, if that is None, of the layout's step.
+        """Open the reader of the kept step named `kept` or, if `kept` is None, of the layout's step.
 
-        It can raise StoreError. The caller closes `client`, and with it a reader that is still open.
+        It can raise StoreError. The caller closes `client`, which also closes a reader that is still open.
         """
         self.reader: StoreReaderSync = (
             client.read_layout(job, layout, step) if kept is None else client.read_kept(job, kept)
@@ -90,7 +90,7 @@ class StepPart:
 
 
 def tensors_of(parts: Iterable[StepPart]) -> dict[str, list[StoredTensor]]:
-    """Return what stores have of each tensor of a step, by the tensor's name."""
+    """Return the entries that stores have of each tensor of a step, by the tensor's name."""
     found: dict[str, list[StoredTensor]] = {}
     for part in parts:
         for fqn, tensor in part.tensors.items():
@@ -104,16 +104,17 @@ def find_parts(
     open_part: Callable[[StoreClientSync, StoreAddress], StepPart],
     why_not: Callable[[StoreAddress, StepPart], str | None],
 ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]], list[str]]:
-    """Ask stores for their parts of a step, and close the parts again.
+    """Ask stores for their parts of a step, and close their readers again.
 
     Args:
         candidates: the stores.
         credentials: token and TLS files to connect with.
-        open_part: opens the part of a store, which this function has connected to.
+        open_part: opens the part of a store, through a client that this function has connected.
         why_not: returns a text that says why a part does not count; None if it counts.
 
     Returns:
-        The stores whose parts count, each once, what they have of each tensor, and texts about the other stores.
+        The stores whose parts count, each once; the parts of each tensor that these stores have, by the tensor's name;
+        and a text about each other store, which says why its part does not count.
     """
     stores: dict[tuple[str, str], StoreAddress] = {}
     parts: list[StepPart] = []
@@ -143,7 +144,7 @@ def first_gap(tensors: Mapping[str, Sequence[StoredTensor]], slots: Iterable[Slo
     """Return a text that names the first range of a parameter that no store has; None if the stores have all ranges.
 
     Args:
-        tensors: what the stores have of each tensor, by its name.
+        tensors: the entries that the stores have of each tensor, by its name.
         slots: the wanted parameters, or tiles of them.
     """
     for slot in slots:
@@ -154,7 +155,7 @@ def first_gap(tensors: Mapping[str, Sequence[StoredTensor]], slots: Iterable[Slo
 
 
 class StoredStep:
-    """The step that a new layout is filled from. Connections to its stores are opened when they are first needed.
+    """Reads the step that a new layout is filled from, in any number of stores. It connects to each when it needs it.
 
     Args:
         job: name of the job.
@@ -162,8 +163,8 @@ class StoredStep:
         step: number of the step.
         stores: the stores that have parts of the step; earlier ones are preferred.
         credentials: token and TLS files to connect with.
-        kept: the name under which the stores keep the step; None: it is a step of the layout.
-        clients: connections to the first of the stores, which the caller has open already, and closes.
+        kept: the name under which the stores keep the step; None: the step is no kept step.
+        clients: open connections to the first ones of `stores`, in the same order. The caller closes them.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class StoredStep:
         self._kept = kept
         self._clients = clients
         self._parts: list[StepPart] = []
-        # The readers, and the connections that this object has opened.
+        # The connections and readers of stores that this object has opened. `__exit__` closes them.
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -195,7 +196,7 @@ class StoredStep:
         self._held.close()
 
     def parts(self) -> Iterator[StepPart]:
-        """Yield the stores' parts, in order. Raise StoreError if a store cannot be reached."""
+        """Yield each store's part of the step, in the order of `stores`. Raise StoreError if one cannot be reached."""
         for index, store in enumerate(self._stores):
             if index == len(self._parts):
                 if index < len(self._clients):

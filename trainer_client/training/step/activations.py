@@ -8,18 +8,20 @@ must never change what the model computes, nor touch other tensors that torch sa
 [Note: which tensors are boundaries] Within `Activations.saving`, torch asks `pack` what to keep for each tensor that
 autograd saves. A tensor is a boundary if the code of torch.utils.checkpoint saves it, directly or through an
 autograd.Function. All other tensors stay what they are; `pack` only notes their version, because torch does not compare
-versions itself where hooks are set. Within a checkpointed part torch's own hooks are in place, or nothing is saved.
+versions itself where hooks are set. Within a checkpointed part torch's own hooks are in place, or nothing is saved, so
+torch does not call `pack` for tensors inside of the part.
 
 [Note: the life of a boundary] A boundary stays on the device until `RecallDepth.staying` newer ones were saved, because
-backward needs the newest first: those have no time to go and come. Then memory of the store is leased, the out-lane
-copies the bytes, and the lease is parked. When backward takes a boundary, the ones before it are recalled, as many as
-hide the time of a recall behind the backward of the parts between; the nearest of them begins its copy to the device.
-What comes back stays on the device until torch drops it. If the store has no room, a boundary stays where it is.
+backward needs the newest ones first, before they could go to the store and come back. Then memory of the store is
+leased, the out-lane copies the bytes, and the lease is parked. When backward takes a boundary, boundaries that were
+saved before it are recalled: as many as it takes to hide the time of a recall behind the backward of the parts between.
+The nearest of them begins its copy to the device. A boundary that has come back stays on the device until torch drops
+it. If the store has no room, a boundary stays where it is.
 
 [Note: boundaries that are computed again] While `RecomputeChoice.is_on`, a boundary that is the output of a segment
-(see segments.py) is not kept at all, if the inputs of that segment are: this is each second one in a row of blocks. Its
-bytes are freed when the next such boundary is saved. When backward takes it, the segment runs again, before torch runs
-the block whose input it is.
+(see segments.py) is not kept at all, if the inputs of that segment are kept. In a row of blocks, this is each second
+boundary. The bytes of such a boundary are freed when the next such boundary is saved. When backward takes a boundary
+whose bytes were freed, the segment runs again, before torch runs the block whose input it is.
 
 [Note: who drops a boundary] torch drops what `pack` returned when the backward of that part is over, or the graph is
 gone. This may happen on any thread and within any call, so `Boundary.__del__` only puts the lease into a queue, which
@@ -69,17 +71,19 @@ log = logging.getLogger(__name__)
 
 
 class Activations:
-    """The boundaries of one rank.
+    """The boundaries of one rank: moves them to the store after they were saved, and back before backward needs them.
+
+    The engine encloses each forward in `saving`, by which torch hands boundaries to this object and takes them back.
 
     Args:
-        store: keeps them.
-        lanes: copies them.
-        recorder: takes note of bytes and waits.
+        store: keeps the boundaries that have left the device.
+        lanes: copies the boundaries between the device and the store's memory.
+        recorder: counts the bytes of boundaries that were saved and moved, and the waits for them.
         device: the device of the rank; tensors of other devices are left alone.
         kept_bytes: the bytes of the newest boundaries that stay on the device.
-        smallest_bytes: boundaries with fewer bytes stay there, too.
-        choice: says whether boundaries are computed again.
-        synchronizes: whether to wait for the device at each boundary.
+        smallest_bytes: boundaries with fewer bytes stay on the device, too.
+        choice: says whether boundaries that can be computed again are freed instead of moved to the store.
+        synchronizes: whether the host waits until the device is idle at each boundary that is saved or taken.
         profiles: whether to log bytes and waits of each step.
     """
 
@@ -107,41 +111,46 @@ class Activations:
         self._synchronizes = synchronizes and device.type != CPU
         self._profiles = profiles
         self._next_index = 0
-        # The boundaries that torch has not dropped, by their number.
+        # Maps the number of each boundary that torch has not dropped to a weak reference to the boundary.
         self._order: dict[int, weakref.ref[Boundary]] = {}
         self._dropped: deque[Dropped] = deque()
-        # The newest boundaries, which have not left the device yet.
+        # The newest boundaries. Their bytes are still on the device, because backward needs these boundaries first.
         self._staying: Newest[Boundary] = Newest(kept_bytes)
-        # The boundaries whose copies into the store may not be done, and the leases whose parking may not be.
+        # `_leaving`: the boundaries whose copies from the device into the store may be unfinished. `_parking`: the
+        # leases that this rank has parked, while the store may not have answered yet.
         self._leaving: deque[weakref.ref[Boundary]] = deque()
         self._parking: deque[LeasedBytes] = deque()
-        # A lease that was requested before a boundary needs it, with its size.
+        # A lease that this rank has requested before a boundary needs it, so that the next boundary need not wait. The
+        # number is the size of the lease in bytes.
         self._next_lease: tuple[int, Pending[LeasedBytes]] | None = None
-        # The leases that the device may still copy from, and the last call that has released some of them.
+        # `_landing`: copies to the device that may be unfinished, each with the lease that it reads. `_released`: the
+        # last call to the store that has released such leases.
         self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
         self._released: Pending[None] | None = None
         self._depth = RecallDepth(lanes.stopwatch)
-        # The numbers of boundaries that have left the device in this forward, and in the last one.
+        # `_sent`: the number of boundaries that were sent to the store in this forward. `_sent_before`: the same number
+        # of the last forward.
         self._sent = self._sent_before = 0
-        # The size from which on the store has refused boundaries in this step; None if it has refused none.
+        # The size in bytes of the smallest boundary for which the store had no room in this step. Boundaries of this
+        # size or above stay on the device until the step ends. None if the store had room for all of them.
         self._refused_bytes: int | None = None
         self._has_warned = False
         self._sums = _Sums()
         self._step_began = time.monotonic()
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Let these modules compute boundaries again, where checkpoints enclose them."""
+        """Let these modules run again to compute boundaries that were not kept, where checkpoints enclose them."""
         if self._choice.mode is not False:
             self._notes.segments.watch(modules)
 
     @property
     def is_running_again(self) -> bool:
-        """Whether a module is being run again for a boundary, in a forward whose graph has no backward."""
+        """Whether a module is being run again only to compute a boundary, in a forward whose graph has no backward."""
         return self._notes.segments.is_running_again
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Enclose a forward, whose boundaries may leave the device."""
+        """Enclose a forward: boundaries that torch saves within this context may leave the device."""
         self._collect()
         self._depth.pause()
         self._sent = 0
@@ -159,7 +168,10 @@ class Activations:
             self._collect()
 
     def close(self) -> None:
-        """Forget all boundaries, whose leases end with the session, so that nothing views its memory. Idempotent."""
+        """Drop the bytes of all boundaries, so that no tensor views memory of the store after the session. Idempotent.
+
+        The leases of the boundaries end with the session, so they are not released here.
+        """
         boundaries = [each for reference in self._order.values() if (each := reference()) is not None]
         for boundary in boundaries:
             if boundary.leaving is None or boundary.leaving.is_done:
@@ -171,15 +183,18 @@ class Activations:
         self._released = self._next_lease = None
 
     def end_step(self, step: int) -> None:
-        """Give back all boundaries, because the step is over and no backward of its forwards follows.
+        """Release the store's memory of all boundaries, because no backward of the step's forwards follows.
 
-        All ranks must call this. It waits for them if they choose whether boundaries are computed again.
+        All ranks must call this. The call waits for the other ranks if the ranks choose at the end of this step whether
+        boundaries are computed again.
 
-        torch may keep the graph of a forward that has failed, or had no backward, for as long as the process lives.
+        torch may keep the graph of a forward that has failed, or had no backward, for as long as the process lives. So
+        their memory is released here, and not when torch drops the boundaries.
         """
         self._collect()
         for boundary in [each for reference in self._order.values() if (each := reference()) is not None]:
-            # The device may still write to the lease of one that is leaving; the next step gives that back.
+            # The device may still write to the lease of a boundary whose copy into the store is unfinished. So this
+            # lease is not released now, but by the `end_step` of the next step.
             if boundary.leaving is None or boundary.leaving.is_done:
                 self._dropped.append(boundary.give_up())
         self._staying.clear()
@@ -206,10 +221,10 @@ class Activations:
                 *(sums.out_seconds, sums.in_seconds),
             )
 
-    # These methods are called by torch.
+    # The next method is the hook that torch calls to unpack a saved tensor.
 
     def _unpack(self, packed: Kept | Saved[Boundary]) -> torch.Tensor:
-        """Return the tensor for which `pack` returned `packed`."""
+        """Return the tensor that torch saved as `packed`. torch calls this when backward needs the tensor."""
         if isinstance(packed, Kept):
             return packed.unpack()
         boundary = packed.boundary
@@ -228,14 +243,14 @@ class Activations:
         self._depth.resume()
         return packed.view(boundary.data)
 
-    # These methods are called by the notes.
+    # The next methods are called by BoundaryNotes, of which this object is the owner.
 
     def keep(self, tensor: torch.Tensor) -> Kept:
-        """Return what torch keeps for a tensor that is no boundary."""
+        """Return the object that torch keeps for a tensor that is no boundary: the tensor itself and its version."""
         return Kept.of(tensor)
 
     def save(self, tensor: torch.Tensor, key: Key, again: Again | None) -> Boundary:
-        """Return a new boundary, which stays where it is for now, and send older ones to the store."""
+        """Return a new boundary, which stays on the device for now, and send older ones to the store."""
         self._collect()
         if self._synchronizes:
             torch.accelerator.synchronize(self._device)
@@ -251,25 +266,27 @@ class Activations:
         return boundary
 
     def let_go(self, boundary: Boundary) -> None:
-        """Keep the bytes of a boundary no longer, because they can be computed again."""
+        """Free the device memory of a boundary that a segment can compute again, unless its tensor was changed."""
         if boundary.again is None or boundary.tensor is None:
             return
         if boundary.tensor._version != boundary.key.version:
-            # It stays, and `_unpack` raises torch's error for a tensor that was changed.
+            # The script has changed the tensor after torch saved it. So the boundary stays on the device, and `_unpack`
+            # raises torch's error for saved tensors that were changed in place.
             boundary.again = None
             return
         boundary.data = boundary.tensor = None
         self._sums.again_bytes += boundary.nbytes
         self._recorder.boundary(again=boundary.nbytes)
 
-    # These methods move boundaries to the store.
+    # The next methods move boundaries from the device to the store.
 
     def _send(self, boundary: Boundary) -> None:
-        """Begin to copy a boundary into memory of the store, if that has room."""
+        """Begin to copy a boundary into memory of the store, if the store has room."""
         data, tensor = boundary.data, boundary.tensor
         assert data is not None and tensor is not None, "it was never sent"
         if tensor._version != boundary.key.version:
-            # It stays, and `_unpack` raises torch's error for a tensor that was changed.
+            # The script has changed the tensor after torch saved it. So the boundary stays on the device, and `_unpack`
+            # raises torch's error for saved tensors that were changed in place.
             return
         leased = self._lease(boundary.nbytes)
         if leased is None:
@@ -287,13 +304,15 @@ class Activations:
             self._next_lease = boundary.nbytes, self._store.activations.acquire(boundary.nbytes)
 
     def _park(self, boundary: Boundary, tensor: torch.Tensor, began: float) -> None:
-        """Park the lease of a boundary, whose bytes are in it."""
+        """Park the lease of a boundary, because the boundary's bytes are in the leased memory now."""
         if boundary.lease is None:
-            # The step has ended, and the lease was given back with it.
+            # The step has ended during the copy of the boundary, and the end of the step has given the lease back. So
+            # there is no lease to park.
             return
         self._recorder.moved(Link.TO_STORE, "", boundary.nbytes, began)
         if tensor._version != boundary.key.version:
-            # The device may have copied bytes of both versions.
+            # The script has changed the tensor during its copy into the leased memory, so that memory may have bytes
+            # from before and from after the change. `_bring_back` raises an error for this boundary.
             boundary.is_changed = True
             return
         boundary.lease = self._store.activations.park(boundary.lease)
@@ -318,7 +337,8 @@ class Activations:
                     return (pending or self._store.activations.acquire(nbytes)).wait()
                 except StoreBudgetError as error:
                     _forget_frames(error)
-                    # The store counts a lease until it is parked or released.
+                    # The store has no room for this boundary. A lease takes a part of the store's budget until it is
+                    # parked or released, so wait for the calls that park and release leases, and ask for room again.
                     waited = self._finish_parking()
                     if not self._finish_landing() and not waited and pending is None:
                         self._refuse(nbytes, error)
@@ -326,7 +346,8 @@ class Activations:
                     pending = None
         except StoreUnavailableError as error:
             _forget_frames(error)
-            # The daemon was lost. What it had of this step is gone, and what stays here is not.
+            # The daemon was lost, and the boundaries in its memory with it. This boundary is still on the device, so it
+            # stays there.
             return None
         finally:
             ended = time.monotonic()
@@ -334,14 +355,14 @@ class Activations:
             self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
 
     def _make_way(self) -> None:
-        """Wait until one more boundary may leave, because each one takes memory of the device until it has left."""
+        """Wait until fewer than MOST_LEAVING copies to the store are unfinished, as each one holds device memory."""
         while len(self._leaving) >= MOST_LEAVING:
             boundary = self._leaving.popleft()()
             if boundary is not None and boundary.leaving is not None:
                 boundary.leaving.wait()
 
     def _finish_parking(self) -> bool:
-        """Wait until all that was sent is parked; return whether there was anything to wait for."""
+        """Wait until the store has parked all boundaries that were sent. Return False if all were parked before."""
         waited = False
         for reference in self._leaving:
             if (boundary := reference()) is not None and boundary.leaving is not None:
@@ -356,7 +377,7 @@ class Activations:
         return waited
 
     def _finish_landing(self) -> bool:
-        """Wait until all leases whose boundaries have landed are released; return whether there was any to wait for."""
+        """Wait until the leases that the device copies from are released. Return False if there was none."""
         waited = bool(self._landing) or (self._released is not None and not self._released.is_answered)
         for ahead, _ in self._landing:
             ahead.wait()
@@ -373,10 +394,10 @@ class Activations:
                 "boundaries of %s stay on the device, because the store refuses them: %s", shown_size(nbytes), error
             )
 
-    # These methods bring boundaries back.
+    # The next methods bring boundaries from the store back to the device.
 
     def _bring_back(self, boundary: Boundary) -> None:
-        """Have the bytes of a boundary on the device, behind a copy that the current stream waits for."""
+        """Bring the bytes of a boundary to the device by a copy that the current stream waits for."""
         if boundary.leaving is not None:
             boundary.leaving.wait()
             boundary.leaving = None
@@ -392,7 +413,7 @@ class Activations:
         self._release_landed()
 
     def _land(self, boundary: Boundary) -> None:
-        """Give a boundary, whose copy to the device was begun, memory there."""
+        """Allocate device memory for a boundary whose copy to the device was begun, and put the bytes into it."""
         ahead, lease = boundary.ahead, boundary.lease
         assert ahead is not None and lease is not None
         began = time.monotonic()
@@ -413,7 +434,8 @@ class Activations:
                 return (pending or self._recall(boundary)).wait()
             except StoreBudgetError as error:
                 _forget_frames(error)
-                # Others that were recalled have its room, or those whose bytes are on their way to the device.
+                # The store has no host memory for this boundary, because boundaries that were recalled ahead take it.
+                # So give back the memory of those boundaries, and recall this boundary again.
                 self._depth.limit()
                 self._give_way()
                 self._finish_parking()
@@ -440,7 +462,7 @@ class Activations:
         boundary.ahead = self._lanes.copy_ahead(leased.data, leased.pieces())
 
     def _fetch_before(self, boundary: Boundary) -> None:
-        """Begin to bring back the boundaries that were saved before one, because backward needs them next."""
+        """Begin to bring back the boundaries that were saved before this one, because backward needs them next."""
         count = self._depth.resize(boundary.nbytes)
         older = sorted((index for index in self._order if index < boundary.index), reverse=True)
         away = (each for index in older if (each := self._order[index]()) is not None and each.lease is not None)
@@ -452,7 +474,8 @@ class Activations:
                 if each.coming is None or is_refused:
                     each.coming = self._recall(each)
                     if is_refused:
-                        # Those that are needed later must not have the room before this one.
+                        # The store has refused to recall this boundary ahead. So recall no older boundary: backward
+                        # needs older ones later, and they must not take the memory that this boundary needs.
                         self._depth.limit()
                         return
                 elif number == 0 and each.coming.is_answered and self._device.type != CPU:
@@ -464,11 +487,15 @@ class Activations:
                 return
             except StoreUnavailableError as error:
                 _forget_frames(error)
-                # `_arrive` raises this error, when the boundary is needed.
+                # The daemon was lost. When backward needs the boundary, `_arrive` raises this error, so it is not
+                # raised here.
                 return
 
     def _give_way(self) -> None:
-        """Have what was recalled and is not needed yet leave host memory: to the device, if it is on its way there."""
+        """Free the host memory of boundaries that were recalled and are not needed yet.
+
+        A boundary whose copy to the device was begun goes to the device. All others are parked again.
+        """
         for reference in self._order.values():
             boundary = reference()
             if boundary is None:
@@ -484,10 +511,10 @@ class Activations:
             except StoreBudgetError as error:
                 _forget_frames(error)
 
-    # These methods give back what is not needed any more.
+    # The next methods give back the leases of boundaries that torch has dropped.
 
     def _collect(self) -> None:
-        """Give back what torch has dropped, and take note of copies that are done."""
+        """Release the leases of boundaries that torch has dropped, and forget copies and parkings that are done."""
         self._lanes.poll()
         over = []
         while self._dropped:
@@ -499,7 +526,8 @@ class Activations:
                 self._landing.append((dropped.ahead, dropped.lease))
             elif dropped.lease is not None:
                 over.append(dropped.lease)
-        # Their parking, or their recall, may be under way, and the store may refuse one of them after this.
+        # The store may still be parking or recalling a lease that is released here. It may then refuse that earlier
+        # call, so errors are ignored.
         self._store.release_quietly(over)
         while self._leaving and (_has_left(self._leaving[0])):
             self._leaving.popleft()
@@ -520,7 +548,7 @@ class Activations:
 
 @dataclass(slots=True)
 class _Sums:
-    """Bytes and waits of one step."""
+    """The bytes of one step's boundaries, and the seconds that this rank waited for the store because of them."""
 
     saved_bytes: int = 0
     moved_bytes: int = 0
@@ -539,7 +567,7 @@ def _has_left(reference: weakref.ref[Boundary]) -> bool:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Drop the frames in which a call has failed: gRPC keeps its error, and its frames would keep boundaries."""
+    """Drop the frames of an error: gRPC keeps the error, and its frames would keep boundaries alive."""
     error.__traceback__ = None
     if error.__context__ is not None:
         error.__context__.__traceback__ = None

@@ -39,8 +39,8 @@ class Key(NamedTuple):
     """The identity of the bytes of a boundary when they were saved.
 
     Attributes:
-        storage: the identity of their storage.
-        version: the version of the tensor, which changes with each change in place.
+        storage: a value that no other storage has at that time.
+        version: torch's version counter of the tensor, which grows with each change in place.
         begin, end: the range of bytes [begin, end) in the storage.
     """
 
@@ -51,35 +51,36 @@ class Key(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of the bytes."""
+        """The number of bytes in the range, which is the size of the boundary."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor that stays where it is, with its version when it was saved."""
+    """A tensor that torch keeps where it is, with the tensor's version counter when it was saved."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Kept:
-        """Return a tensor as it is now."""
-        # A tensor that is no leaf refers to the node that saves it, and would keep that alive.
+        """Return the record of a tensor and its present version, so that `unpack` notices a later change in place."""
+        # A tensor that is no leaf refers to the graph node that has made it. If that node saves its own output, the
+        # tensor would keep the node and its graph alive, so a detached tensor is kept.
         return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor; raise torch's error if it was changed since."""
+        """Return the tensor; raise torch's error if the tensor was changed after it was saved."""
         check_version(self.tensor, self.version)
         return self.tensor
 
 
 Again = Callable[[Callable[[Any], torch.Tensor]], torch.Tensor]
-"""Computes the tensor of a boundary, given the function that returns the tensor of what torch keeps."""
+"""Computes the tensor of a boundary. Its argument is the function that returns the tensor for what torch keeps."""
 
 
 class AnyBoundary(Protocol):
-    """A boundary of a real or of a rehearsed step; see `Boundary`."""
+    """A boundary of a training step, or of a step that `paramserver plan` simulates; see `Boundary`."""
 
     key: Key
     nbytes: int
@@ -91,7 +92,10 @@ BoundaryT = TypeVar("BoundaryT", bound=AnyBoundary)
 
 @dataclass(frozen=True, slots=True)
 class Saved(Generic[BoundaryT]):
-    """A tensor as a view of the bytes of a boundary; `offset` counts elements from the boundary's first byte."""
+    """The object that torch keeps for a saved tensor that is a view of a boundary's bytes.
+
+    `offset` is the number of elements between the boundary's first byte and the tensor's first element.
+    """
 
     boundary: BoundaryT
     dtype: torch.dtype
@@ -101,12 +105,12 @@ class Saved(Generic[BoundaryT]):
 
     @classmethod
     def of(cls, boundary: BoundaryT, tensor: torch.Tensor) -> Saved[BoundaryT]:
-        """Return a tensor whose bytes are among those of the boundary."""
+        """Return the record of `tensor`, whose bytes must lie in the range of the boundary."""
         offset = int(tensor.storage_offset()) - boundary.key.begin // tensor.itemsize
         return cls(boundary, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the tensor over the bytes of the boundary."""
+        """Return the tensor as a view of `data`, the boundary's bytes on the device, in its shape and strides."""
         empty = torch.empty(0, dtype=self.dtype, device=data.device)
         return empty.set_(
             data.untyped_storage(), data.storage_offset() // self.dtype.itemsize + self.offset, self.size, self.stride
@@ -115,21 +119,22 @@ class Saved(Generic[BoundaryT]):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Boundary:
-    """A boundary, wherever it is.
+    """A boundary: on the device, in the store, or on its way.
 
     Attributes:
-        index: its number in the order in which boundaries were saved.
-        key: identifies its bytes.
-        nbytes: its size.
+        index: the boundary's number in the order in which boundaries were saved.
+        key: identifies the boundary's bytes.
+        nbytes: the size of the boundary.
         dropped: where the lease goes when torch drops the boundary.
-        data: its bytes on the device; None: they have left it, or are about to.
-        tensor: a tensor of its storage with the version to compare; None when `data` is.
-        leaving: the copy into the store's memory; None: it is done, or was not begun.
-        lease: the lease, parked or not; None: it has none.
+        data: the bytes on the device; None: they have left the device, or are about to.
+        tensor: a tensor over the same storage, whose version counter shows whether it was changed; None when `data` is
+            None.
+        leaving: the copy into the store's memory; None: the copy was not begun, or backward has waited for its end.
+        lease: the lease on memory of the store, parked or not; None: the boundary has no memory in the store.
         coming: the recall of a parked lease that was requested.
         ahead: the copy from the lease to the device.
         is_changed: whether the tensor was changed in place before it was copied.
-        again: computes a tensor that has its bytes, if it is to be computed again.
+        again: runs a segment again and returns a tensor with the boundary's bytes; None: no segment can do so.
     """
 
     index: int
@@ -147,28 +152,29 @@ class Boundary:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its lease is about to be parked: the copy is not done, or the call that is owed after it is not made.
+        """Whether the boundary's bytes are being copied into its lease, and the lease is not parked yet.
 
-        A copy may be done some time before that call, in which the store would refuse a recall.
+        The lease may be parked some time after the copy is done. Until then the store would refuse to recall the
+        boundary.
         """
         has_lease = self.lease is not None and self.lease.parked is None and self.ahead is None
         return self.leaving is not None and has_lease and not self.is_changed
 
     def __del__(self) -> None:
-        """Hand over what is to be given back; see [Note: who drops a boundary]."""
+        """Put the lease and the copy into the queue `dropped`; see activations.py [Note: who drops a boundary]."""
         self.dropped.append(self.give_up())
 
     @classmethod
     def of(cls, tensor: torch.Tensor, key: Key, index: int, dropped: deque[Dropped]) -> Boundary:
-        """Return the boundary of a tensor on the device, whose bytes are the ones of `key`."""
+        """Return a boundary on the device with the range of bytes of `key` in the tensor's storage."""
         data = _bytes_of(tensor, key)
         return cls(index=index, key=key, nbytes=key.nbytes, dropped=dropped, data=data, tensor=tensor.detach())
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Have the bytes of a tensor that was computed again.
+        """Use the bytes of a tensor that was computed again as those of this boundary.
 
         Raises:
-            RuntimeError: the tensor lies in another way in its storage than the one that was saved.
+            RuntimeError: the tensor takes another range of its storage than the tensor that was saved.
         """
         if range_of(tensor) != (self.key.begin, self.key.end):
             raise RuntimeError(
@@ -179,22 +185,22 @@ class Boundary:
         self.data = _bytes_of(tensor, self.key)
 
     def give_up(self) -> Dropped:
-        """Return what is to be given back, after which the boundary has no bytes. Idempotent."""
+        """Drop the bytes, and return the boundary's lease and copy, which the caller has to release. Idempotent."""
         given_back = Dropped(self.index, self.key, self.lease, self.ahead)
         self.data = self.tensor = self.lease = self.ahead = self.coming = self.again = None
         return given_back
 
 
 class Newest(Generic[BoundaryT]):
-    """The newest boundaries, which have not left the device yet."""
+    """The queue of the newest boundaries, which stay on the device, and the rule that says which of them must leave."""
 
     def __init__(self, kept_bytes: int) -> None:
-        """Keep as many of them as have `kept_bytes` together, at least."""
+        """Keep the newest boundaries on the device as long as they have at most `kept_bytes` together; see `add`."""
         self._kept_bytes = kept_bytes
         self._references: deque[weakref.ref[BoundaryT]] = deque()
 
     def add(self, boundary: BoundaryT, most: int) -> list[BoundaryT]:
-        """Add the newest boundary, and return those that are to leave the device, oldest first.
+        """Add the newest boundary, and return the boundaries that must leave the device now, oldest first.
 
         Args:
             most: the number of boundaries that may stay, also if they have more than `kept_bytes`.
@@ -209,13 +215,13 @@ class Newest(Generic[BoundaryT]):
         return alive[:leaving]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all boundaries in the queue, because the step has ended."""
         self._references.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What is left of a boundary that torch has dropped."""
+    """The lease and the copy to the device of a boundary that torch has dropped; `Activations` releases both."""
 
     index: int
     key: Key
@@ -224,9 +230,10 @@ class Dropped:
 
 
 def saving_checkpoint() -> FrameType | None:
-    """Return the frame of torch.utils.checkpoint that has the tensor saved for which torch calls this one's caller.
+    """Return the frame of torch.utils.checkpoint that saves the tensor for which torch has called a pack hook.
 
-    It is None if other code has the tensor saved.
+    Call this only within the pack hook. Return None if other code has made torch save the tensor, so the tensor is no
+    boundary.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == _FUNCTION:
@@ -261,13 +268,13 @@ def is_movable(tensor: torch.Tensor, device: torch.device, kind: type[torch.Tens
 
 
 def key_of(tensor: torch.Tensor, storage: Hashable) -> Key:
-    """Return the identity of the bytes that are moved for a tensor in a storage, which no other storage must equal."""
+    """Return the key of the bytes that are moved for a tensor. `storage` must identify the tensor's storage alone."""
     begin, end = range_of(tensor)
     return Key(storage, tensor._version, begin, end)
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes [begin, end) of its storage that are moved for a tensor; see the note on storages."""
+    """Return the bytes [begin, end) of a tensor's storage that are moved; see [Note: one storage, one boundary]."""
     whole = tensor.untyped_storage().nbytes()
     if not tensor.numel():
         return 0, whole
@@ -286,6 +293,6 @@ def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise what torch raises for a tensor that was changed after it was saved."""
+    """Raise torch's error if a tensor was changed after it was saved with the version counter `version`."""
     if tensor._version != version:
         raise RuntimeError(CHANGED)

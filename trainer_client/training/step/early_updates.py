@@ -1,7 +1,7 @@
 """The updates that the store has begun with before the step is made; see updates.py [Note: early updates].
 
-This module owns which flat groups have one. It must never begin one on its own: Updates does, which knows the step's
-rule.
+This module owns which flat groups have an early update. It must never begin one on its own: only Updates knows the rule
+of the step, so Updates asks for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer_client.client.transport.planes import LeasedBytes
 from trainer_client.client.transport.rank_store import GroupUpdate, RankStore
 from trainer_client.errors import PhaseError
 
-# The end of an error text.
+# The end of the error texts for calls that break the promise of final early updates.
 _PROMISE = (
     'paramserver.early_updates is "final", which promises that nothing reads or changes gradients, weights, states or '
     "hyper-parameters between the last backward pass of a step and the step: set it to true"
@@ -24,12 +24,13 @@ _PROMISE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyUpdate:
-    """One flat group's update before its step.
+    """An update of one flat group that the store has begun before the step is made.
 
     Attributes:
         step: the step that the update is for.
-        rows: the hyper-parameters of each shard; None: the shard stays as it is.
-        accepted: the store's answer, whether it has taken the gradient. False: its daemon was restarted since.
+        rows: the hyper-parameters of each shard of the group; None: the update does not change the shard.
+        accepted: the store's answer, whether it has the update. False: the daemon was restarted, so the update has to
+            be handed over again.
     """
 
     step: int
@@ -38,7 +39,7 @@ class EarlyUpdate:
     accepted: Pending[bool]
 
     def is_as(self, update: GroupUpdate, rows: Sequence[HyperParameters | None]) -> bool:
-        """Return whether the step turned out to update the group in the same way."""
+        """Return whether the step updates the group exactly as this early update did, so that the update can stay."""
         same = self.update.scale == update.scale and self.update.clip_value == update.clip_value
         return same and self.rows == rows
 
@@ -74,8 +75,8 @@ class EarlyUpdates:
         """Have the store begin with a group's update, without waiting for its answer.
 
         Args:
-            table: the hyper-parameters that `update` names by number.
-            rows: those of each shard; None: the shard stays as it is.
+            table: the different hyper-parameters of the step. `update` gives each shard an index of this list.
+            rows: the hyper-parameters of each shard of the group; None: the update does not change the shard.
         """
         accepted = self._store.start_apply_gradients(step, list(table), [update], final=self.are_final)
         self._of_group[update.group] = EarlyUpdate(step=step, update=update, rows=rows, accepted=accepted)
@@ -100,14 +101,14 @@ class EarlyUpdates:
             self._of_group[group] = replace(early, update=replace(early.update, gradient=parked))
 
     def remove(self, group: str) -> None:
-        """Take note that the group's update is part of a step, or that its gradient is freed. Idempotent."""
+        """Forget the group's early update, because a step has taken it over or its gradient is freed. Idempotent."""
         self._of_group.pop(group, None)
 
     def require_revisable(self, change: str, group: str | None = None) -> None:
-        """Raise PhaseError if updates are final, and one has begun that would have to be made again.
+        """Raise PhaseError if an early update would have to be made again, and updates are final (`are_final`).
 
         Args:
-            change: the reason, as the beginning of a sentence.
+            change: the change because of which the update would have to be made again, as the beginning of the error.
             group: the flat group that changes; None: all of them.
         """
         if self.are_final and (self._of_group if group is None else group in self._of_group):
@@ -117,7 +118,7 @@ class EarlyUpdates:
         """Raise PhaseError, on all ranks alike, if the store may have freed gradients whose update is done.
 
         Args:
-            use: the use of a gradient that needs it, as the beginning of a sentence.
+            use: the use of a gradient for which the store must still have the gradient, as the beginning of a sentence.
         """
         if self.are_final:
             raise PhaseError(f"{use}, but {_PROMISE}")
@@ -135,7 +136,7 @@ class EarlyUpdates:
             self.withdraw(group)
 
     def undo(self, early: EarlyUpdate) -> None:
-        """Have the store undo an update. The lease on its gradient stays."""
+        """Have the store undo an early update. The rank keeps the lease on the gradient, so it can update again."""
         if early.accepted.wait():
             self._store.withdraw_updates(early.step, [early.update.group])
         self.withdrawn += 1

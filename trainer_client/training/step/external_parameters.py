@@ -20,10 +20,10 @@ from trainer_client.training.model.units import Unit
 
 
 class ExternalParameters:
-    """The owners of the external parameters of each unit. Owners are given by their indices."""
+    """For each unit, the indices of the units that own its external parameters, so that the hooks gather these, too."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        """Begin without any.
+        """Begin without known owners.
 
         Args:
             units: all units, the root first.
@@ -47,7 +47,8 @@ class ExternalParameters:
                     "be registered as an external parameter: add its name to paramserver.tiling.exclude"
                 )
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
-        # The root comes first and its modules are all modules of the model, so the search begins with the last unit.
+        # The list of units begins with the root, whose modules are all modules of the model. So the search for the unit
+        # of a module begins at the end of the list.
         user_unit = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
         if user_unit is None:
             raise ConfigError(f"a {type(module).__name__} is not a module of this engine's model")
@@ -59,7 +60,7 @@ class ExternalParameters:
         self._seen[user_unit.index].update(owners)
 
     def registered(self, user_unit: Unit) -> Set[int]:
-        """Return the owners that the user has registered for a unit."""
+        """Return the owners that the user has registered for a unit with `register`."""
         return self._registered[user_unit.index]
 
     def seen(self, user_unit: Unit) -> Set[int]:
@@ -67,10 +68,10 @@ class ExternalParameters:
         return self._seen[user_unit.index]
 
     def owners_of(self, user_unit: Unit) -> set[int]:
-        """Return all owners that are known for a unit."""
+        """Return the owners that the user has registered for a unit, and those that the step has used so far."""
         return self._seen[user_unit.index] | self._registered[user_unit.index]
 
     def end_step(self) -> None:
-        """Forget what was seen in the step."""
+        """Forget the owners that were seen in the step. Those that the user has registered stay."""
         for owners in self._seen:
             owners.clear()

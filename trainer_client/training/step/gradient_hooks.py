@@ -1,8 +1,8 @@
 """A hook that is called when all gradients of several tensors have come in a backward pass.
 
 It does what `torch.autograd.graph.register_multi_grad_hook` does, also where `torch.autograd.grad` asks for the
-gradient of one of the tensors that is a leaf, such as the input of the first block of a model. There torch's own hook
-raises in the middle of the pass.
+gradient of one of the tensors that is a leaf, such as the input of the first block of a model. For such a leaf, torch's
+own hook raises an error in the middle of the pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class AllGradientsHook:
-    """Calls a function when those gradients of some tensors have come that a backward pass computes."""
+    """Calls a function when all gradients that a backward pass computes of several tensors have come."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], act: Callable[[], bool]) -> None:
         """Call `act` in each pass that computes a gradient of `tensors`, which all require one, until it returns True.
@@ -26,13 +26,14 @@ class AllGradientsHook:
         """
         self._nodes = [get_gradient_edge(tensor).node for tensor in tensors] if len(tensors) > 1 else []
         self._act = act
-        # The number of gradients that are still to come, by pass. Autograd's threads may call `_note` at once.
+        # For each backward pass, by its number: the number of gradients that autograd has yet to compute. The lock
+        # protects the dict, because several threads of autograd may call `_note` at the same time.
         self._missing: dict[int, int] = {}
         self._lock = threading.Lock()
         self._handles: list[RemovableHandle] = [tensor.register_hook(self._note) for tensor in tensors]
 
     def remove(self) -> None:
-        """Do not call the function any more. Idempotent."""
+        """Remove the hooks from the tensors, so that no later pass calls the function. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -60,5 +61,6 @@ def _will_be_executed(node: Node) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # torch cannot tell of a leaf whose gradient `torch.autograd.grad` returns, and says so only of such a leaf.
+        # torch raises RuntimeError for a leaf whose gradient `torch.autograd.grad` returns, and for no other tensor. So
+        # autograd computes the gradient of this tensor.
         return True

@@ -30,7 +30,7 @@ class GradientMemory(Protocol):
 
     @property
     def is_requested(self) -> bool:
-        """Whether the memory was asked for in this step."""
+        """Whether `start` was called in this step, and neither `lease`, `free` nor `abandon` has ended the memory."""
 
     @property
     def partition(self) -> torch.Tensor:
@@ -40,33 +40,34 @@ class GradientMemory(Protocol):
         """
 
     def start(self, step: int, *, sends: bool = True) -> None:
-        """Ask for the memory. It does not wait; idempotent within the step.
+        """Ask for the memory of the gradient of `step`. It does not wait; idempotent within the step.
 
         Args:
-            sends: whether `send` is expected before the next `start`.
+            sends: whether the gradient will be complete before the next `start`, so that `send` is called. If not, a
+                sum on the device asks for no memory of the store yet.
         """
 
     def fetch_ahead(self) -> None:
         """Begin to bring a parked gradient back, because `partition` is needed soon. It does not wait."""
 
     def reopen(self) -> None:
-        """Have `partition` where gradients are added up, because it is about to change after `send`. Idempotent."""
+        """Bring `partition` back to where gradients are added up, because it is to change after `send`. Idempotent."""
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         """Begin to bring the gradient, which is complete, to its home. Call `start` before.
 
         Args:
-            also: other copies from the device, as in Lanes.copy_out.
-            act: called when all is copied: at once, or in a later call of the lanes.
+            also: (target, source) pairs of tensors that are copied from the device as well, as for Lanes.copy_out.
+            act: called when all copies are done: at once, or in a later call of the lanes.
         """
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that the gradient takes on the device between `start` and `send`, although its home is elsewhere."""
+        """Bytes that the gradient takes on the device between `start` and `send`, and then leaves for the store."""
 
     @property
     def on_device(self) -> torch.Tensor | None:
-        """The gradient on the device, with a storage of its own; None if it is in the store's memory, or nowhere."""
+        """The gradient, if it is on the device, with a storage of its own; None if it is elsewhere or was not begun."""
 
     @property
     def leased(self) -> LeasedBytes | None:
@@ -74,44 +75,46 @@ class GradientMemory(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no request for memory of the store is under way."""
+        """Whether this rank waits for no lease on memory of the store: it has the lease, or has not asked for one."""
 
     @property
     def can_park(self) -> bool:
-        """Whether memory of the store was asked for, and gradients are to be parked."""
+        """Whether `start` was called and the store wants gradients parked, so that `park` may have something to do."""
 
     def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
-        """Park the gradient until `partition` is used again; memory without a gradient is given back.
+        """Park the gradient until `partition` is used again. Leased memory that has no gradient yet is released.
 
         Args:
             sent: the lease whose bytes an early update of the gradient has made visible to the store. After a restart
-                of the daemon the gradient is in another one, whose bytes were not.
+                of the daemon the gradient is in another lease, whose bytes the store has not seen.
 
         Returns:
-            The parked lease; None if there was nothing to park.
+            The parked lease; None if nothing was parked, because the gradient is not in the store's memory, is parked
+            already, or the store does not want it parked.
         """
 
     def lease(self, step: int) -> LeasedBytes:
         """Return the gradient in leased memory, for the store, and drop all other state of the step.
 
-        The gradient may be parked.
+        The lease may still be parked, because the store takes parked gradients for updates, too.
         """
 
     def free(self) -> None:
-        """Free the memory, because the gradient is not needed any more. Return when the next step may ask."""
+        """Free the memory, because the gradient is not needed any more. Wait until the next step may ask for memory."""
 
     def abandon(self) -> None:
         """Free the memory after a failure. It neither waits nor raises; idempotent."""
 
 
 class LeasedMemory:
-    """A gradient in the store's host memory, which is there already when it is handed over."""
+    """A gradient that is summed up in leased host memory of the store, so no copy is needed to hand it over."""
 
     def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
         self._group = group
         self._store = store
         self._lanes = lanes
-        # The request for the lease; if `_leased` is a parked lease, the request to bring it back.
+        # The unanswered request for the lease of this gradient's memory. If `_leased` is a parked lease, it is the
+        # request to recall that lease.
         self._pending: Pending[list[LeasedBytes]] | None = None
         self._leased: LeasedBytes | None = None
         self._is_requested = False
@@ -148,7 +151,7 @@ class LeasedMemory:
         return self._store.acquire_write([self._group.slab(GRAD)], self._step)
 
     def reopen(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the gradient is summed up in the leased memory, where `send` leaves it."""
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         return self._lanes.copy_out(also, act)
@@ -175,8 +178,9 @@ class LeasedMemory:
 
     def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         if self._pending is not None and self._leased is None:
-            # The memory was not used yet, so there is nothing to park. It is asked for again when it is used. The store
-            # would refuse that before this lease has ended, so this waits for its end.
+            # This rank has not used the leased memory yet, so there is no gradient to park. The lease is ended, and is
+            # requested again when the memory is used. The store would refuse a second request before the end of the
+            # first lease, so `free` waits for that end.
             self.free()
             self._is_requested = True
         if self._pending is not None:
@@ -208,7 +212,7 @@ class LeasedMemory:
         self.detach()()
 
     def detach(self) -> Callable[[], None]:
-        """Drop the memory, and return the call that releases it. The call does not wait and raises nothing."""
+        """Drop the memory, and return a function that releases its lease. The function neither waits nor raises."""
         pending, self._pending = self._pending, None
         leased, self._leased = self._leased, None
         self._is_requested = False
@@ -232,8 +236,10 @@ class LeasedMemory:
             if self._pending is None:
                 self._pending = self._ask() if self._leased is None else self._recall()
             if not self._pending.is_answered:
-                # The store may have no room while this rank holds the leases of copied units. What runs after their
-                # copies may use, park or free this memory, so it has to find the request, and may end it.
+                # The store may have no room for this lease while this rank holds leases of units that are being copied
+                # to the device. So finish these copies, which releases their leases. A function that runs after such a
+                # copy may use, park or free this memory, so `_pending` still has the request, and may be None
+                # afterwards.
                 self._lanes.finish_copies_in()
             if self._pending is not None:
                 pending, self._pending = self._pending, None
@@ -241,14 +247,14 @@ class LeasedMemory:
         return self._current()
 
     def _current(self) -> LeasedBytes:
-        """Return the lease, or one of the current daemon with the same bytes if its own was restarted.
+        """Return the lease; after a restart of its daemon, return a lease of the new daemon with the same bytes.
 
         A parked lease stays parked, because the store need not have room for the gradients of a step all at once.
         """
         assert self._leased is not None, "it was waited for"
         while not self._store.is_current(self._leased):
-            # The daemon was restarted. Only this rank has written to its part of the old memory, so the gradient in it
-            # is still right.
+            # The daemon was restarted, so its lease is not valid any more. Only this rank has written to its range of
+            # the old memory, so the gradient there is still right and is copied to the new lease.
             former = self._leased
             (leased,) = self._ask().wait()
             try:
@@ -265,14 +271,15 @@ class LeasedMemory:
 class StagedMemory:
     """A gradient that is summed up on an accelerator, and is copied into the store's host memory when it is complete.
 
-    The device has memory for it from the first gradient until the copy is done.
+    The gradient takes memory of the device from the first micro-batch until the copy is done.
     """
 
     def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
         self._group = group
         self._lanes = lanes
         self._home = LeasedMemory(group, store, lanes)
-        # The gradient is on the device, or else the copy into the store's memory was begun, or there is none yet.
+        # `_on_device`: the gradient on the device, until `send`. `_copy`: the copy of the gradient into the store's
+        # memory, after `send`. At most one of the two is set.
         self._on_device: torch.Tensor | None = None
         self._copy: PendingCopy | None = None
         self._store = store
@@ -299,7 +306,7 @@ class StagedMemory:
     def start(self, step: int, *, sends: bool = True) -> None:
         self._is_requested = True
         self._step = step
-        # A sum that stays on the device needs no memory of the store yet.
+        # A sum of gradients that stays on the device needs no memory of the store yet, so no lease is requested for it.
         if sends or not self._store.parking.is_wanted:
             self._home.start(step)
 
@@ -313,7 +320,8 @@ class StagedMemory:
             leased = self._home.wait()
             self._copy, self._on_device = None, self._allocate()
             self._lanes.copy_in(self._on_device, leased.data, leased.pieces())
-            # `finish_copies_in` waits for a copy only if something is to be done after it.
+            # `park` and `free` call `finish_copies_in` to wait for this copy. `finish_copies_in` waits only for copies
+            # that have a function to call afterwards, so this copy gets a function that does nothing.
             self._lanes.after_copies_in(_nothing)
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
@@ -348,7 +356,8 @@ class StagedMemory:
         if self._copy is not None:
             self._copy.wait()
             return self._home.park(sent=sent)
-        # The sum is on the device. A copy that `reopen` has begun reads the leased memory, in which nothing else is.
+        # The sum of gradients is on the device, so its leased memory in the store is not needed. But a copy that
+        # `reopen` has begun may still read the leased memory, so wait for that copy before the memory is freed.
         self._lanes.finish_copies_in()
         self._home.free()
         return None
@@ -365,7 +374,8 @@ class StagedMemory:
         copy, self._copy, self._on_device = self._copy, None, None
         if copy is not None:
             copy.wait()
-        # A copy that `reopen` has begun reads the leased memory.
+        # A copy to the device that `reopen` has begun may still read the gradient's leased memory, so wait for
+        # that copy before the memory is freed.
         self._lanes.finish_copies_in()
         self._home.free()
 
@@ -376,7 +386,7 @@ class StagedMemory:
 
 
 class DeviceGradient:
-    """A gradient in the trainer's own memory, on its device."""
+    """A gradient in the trainer's own memory on its device, because its home is the device."""
 
     def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:
         self._group = group
@@ -401,7 +411,7 @@ class DeviceGradient:
             )
 
     def reopen(self) -> None:
-        """Do nothing."""
+        """Do nothing, because `send` leaves the gradient on the device."""
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         return self._lanes.copy_out(also, act)
@@ -427,7 +437,7 @@ class DeviceGradient:
         return False
 
     def fetch_ahead(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a gradient on the device is never parked."""
 
     def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         return None
@@ -456,4 +466,4 @@ def _copies(leased: LeasedBytes, values: torch.Tensor) -> list[tuple[torch.Tenso
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Do nothing after a copy that needs no further action."""

@@ -31,7 +31,8 @@ from trainer_client.training.step.early_updates import EarlyUpdates
 from trainer_client.training.step.gradient_memory import DeviceGradient, GradientMemory, LeasedMemory, StagedMemory
 from trainer_client.training.step.norms import Norms
 
-# The share of an accelerator's free memory that gradients may take between micro-batches.
+# The share of an accelerator's free memory that sums of gradients may take between the micro-batches of a step. If they
+# need more, each sum leaves the device after a micro-batch and comes back in the next one.
 _SHARE_FOR_SUMS = 0.5
 
 
@@ -72,13 +73,13 @@ class GradientNorm:
 
 
 class GradientGroup:
-    """The gradients of one trainable flat group.
+    """The gradients of one trainable flat group, from the hooks on its parameters to this rank's part of their mean.
 
     Attributes:
         missing: slots of the parameters that have got no gradient since this backward pass began, or since the unit was
             last reduced in it.
         present: slots of the parameters that have a gradient in this step.
-        next_use: the position at which the parameters are needed next; 0: not known.
+        next_use: the position at which the group's parameters are needed next; 0: the position is not known.
     """
 
     def __init__(
@@ -101,21 +102,25 @@ class GradientGroup:
         self.next_use = 0
         self._early_updates = early_updates
         self._norm = norms
-        # The norms of the shards in `partition`; None if they were not computed since the partition last changed.
+        # The norms of the shards in `partition`; None if they were not computed since the last change of `partition`.
         self._norms: torch.Tensor | None = None
-        # On an accelerator: host memory for the norms, and the copies by which the complete gradient and its norms
-        # leave the device; None if they were not begun since the partition last changed.
+        # On an accelerator: `_norms_on_host` is host memory for the norms of the shards. `_sent` is the copy of the
+        # complete gradient and its norms from the device; None if it was not begun since the last change of
+        # `partition`.
         on_host = collectives.device.type == "cpu"
         self._norms_on_host = None if on_host else lanes.host_buffer(len(group.shards), torch.float32)
         self._sent: PendingCopy | None = None
-        # The identity of the last `hand_over`, until the gradient changes or its update is withdrawn.
+        # An object that identifies the last call of `hand_over`. It is None after the gradient has changed or its
+        # update was withdrawn, so the function that the call has left to run later sees that its call is obsolete, and
+        # does nothing.
         self._handed_over: object | None = None
         self._reduction_dtype = group.reduction_dtype
         self._collectives = collectives
         self._lanes = lanes
         self._mean = mean
-        # These three are used with several ranks only: the gradient that this rank has not reduced yet, the slots of
-        # the parameters that have a gradient in it, and whether `partition` holds a sum of this step already.
+        # Three attributes that are used only with several ranks. `_full`: the gradient that this rank has not reduced
+        # yet. `_unreduced`: the slots of the parameters that have a gradient in `_full`. `_reduced`: whether
+        # `partition` has a sum of this step already.
         self._full: torch.Tensor | None = None
         self._unreduced: set[int] = set()
         self._reduced = False
@@ -127,7 +132,7 @@ class GradientGroup:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients of this rank wait for a reduction."""
+        """Whether this rank has gradients of the group that are not yet added up over the ranks."""
         return bool(self._unreduced)
 
     @property
@@ -143,17 +148,17 @@ class GradientGroup:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no request for its memory is under way."""
+        """Whether this rank does not wait for a lease on memory for the gradient."""
         return self.memory.is_settled
 
     @property
     def is_frozen(self) -> bool:
-        """Whether all parameters are frozen for a while, so that no gradient will come."""
+        """Whether the script has frozen all parameters of the group for now, so that none gets a gradient."""
         return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
 
     @property
     def partition(self) -> torch.Tensor:
-        """This rank's part [partition_numel] of the gradient, in the group's gradient dtype, where `memory` is."""
+        """This rank's part [partition_numel] of the gradient, in the group's gradient dtype, where `memory` has it."""
         self._lanes.rejoin()
         return self._use()
 
@@ -163,14 +168,14 @@ class GradientGroup:
         return self.memory.partition
 
     def start(self, step: int, *, sends: bool = True) -> None:
-        """Ask for the gradient's memory; see GradientMemory.start."""
+        """Ask for the memory of this rank's part of the gradient; see GradientMemory.start."""
         self._parking.use(self)
         self.memory.start(step, sends=sends)
 
     def park(self) -> None:
-        """Have the store keep the gradient elsewhere, if it asks for that, because nothing uses it for a while.
+        """Let the store spill the gradient, if the store asks for that, because nothing uses the gradient for a while.
 
-        The norms of a complete gradient are computed before.
+        The norms of a complete gradient are computed before it is parked, because they need its bytes.
         """
         self._parking.remove(self)
         if not self.memory.can_park:
@@ -184,11 +189,11 @@ class GradientGroup:
             self._early_updates.note_parked(name, parked)
 
     def expect_all(self) -> None:
-        """Expect a gradient of every parameter."""
+        """Expect a gradient of every parameter of the group, because a backward pass begins."""
         self.missing = set(range(len(self.flat_group.parameters)))
 
     def expect_only(self, is_computed: Callable[[torch.Tensor], bool]) -> None:
-        """Expect no gradient of those parameters any more that the pass under way computes none of."""
+        """Do not wait for gradients that the backward pass under way does not compute."""
         parameters = self.flat_group.parameters
         self.missing = {
             slot for slot in self.missing if (p := parameters[slot].tensor).requires_grad and is_computed(p)
@@ -196,7 +201,7 @@ class GradientGroup:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether the gradient was complete, and has not changed since."""
+        """Whether `hand_over` was called for the gradient, and the gradient has not changed after that."""
         return self._handed_over is not None
 
     def begin_change(self) -> None:
@@ -211,7 +216,7 @@ class GradientGroup:
         self.memory.reopen()
 
     def withdraw(self) -> None:
-        """Withdraw the early update, also one that has not begun yet."""
+        """Have the store undo the group's early update, and begin none when the gradient arrives at its home."""
         self._handed_over = None
         self._early_updates.withdraw(self.flat_group.name)
 
@@ -219,8 +224,8 @@ class GradientGroup:
         """Begin to bring the complete gradient to its home, and its norms to the host.
 
         Args:
-            act: called when they are there: at once, or in a later call of the lanes, but not if the gradient has
-                changed or was withdrawn by then.
+            act: called when the gradient and its norms have arrived: at once, or in a later call of the lanes. It is
+                not called if the gradient has changed or was withdrawn before they arrive.
         """
         self._handed_over = mine = object()
 
@@ -237,7 +242,7 @@ class GradientGroup:
                 self._sent = self.memory.send(self._measured(), act_unless_withdrawn)
 
     def _measured(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the norms on the device and where to copy them; nothing on the CPU, where norms need no copy."""
+        """Return (target, source) pairs to copy the norms from the device to the host; none on the CPU."""
         if self._norms_on_host is None or not self.flat_group.shards:
             return []
         return [(self._norms_on_host, self._norms_of_shards())]
@@ -256,7 +261,7 @@ class GradientGroup:
         return torch.stack([self._norm.of(partition[shard.in_partition]) for shard in self.flat_group.shards])
 
     def forget_norms(self) -> None:
-        """Compute the norms of the shards anew when they are needed next."""
+        """Drop the norms of the shards, so that `norms` computes them anew."""
         self._norms = None
 
     @torch.no_grad()
@@ -290,9 +295,9 @@ class GradientGroup:
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Add the mean, or the sum, over ranks to this rank's part, for `step`. All ranks must call this.
+        """Add the ranks' mean (or sum) of the unreduced gradients to this rank's part. All ranks must call this.
 
-        A missing gradient counts as zeros.
+        If a parameter has no gradient on a rank, zeros are taken for it.
         """
         self.start(step, sends=False)
         if self._collectives.world_size == 1:
@@ -314,19 +319,19 @@ class GradientGroup:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether `partition` has a sum of this step: for one rank that of all backward passes, the same on all."""
+        """Whether `partition` has a sum over all ranks of gradients of this step. All ranks have the same answer."""
         return self._reduced or (self._collectives.world_size == 1 and self.memory.is_requested)
 
     @property
     def has_sum(self) -> bool:
-        """Whether `partition` has any gradient of this step."""
+        """Whether `partition` has a sum of gradients of this step. If not, its memory is uninitialised."""
         return self._reduced or (self._collectives.world_size == 1 and bool(self.present))
 
     @torch.no_grad()
     def read_unreduced(self, slot: int) -> torch.Tensor:
         """Return the mean, or sum, over ranks of a gradient that is not reduced yet, [numel] on the CPU, in fp32.
 
-        It is computed as `reduce` computes it. The gradient itself stays as it is. All ranks must call this.
+        The mean is computed as `reduce` computes it. The gradient itself stays as it is. All ranks must call this.
         """
         world_size, device, dtype = self._collectives.world_size, self._collectives.device, self._reduction_dtype
         place = self.flat_group.slot_table.slots[slot]
@@ -383,7 +388,7 @@ class GradientGroup:
         self.finish()
 
     def finish(self) -> None:
-        """Remove all state of the step, and free the gradient's memory."""
+        """Forget the step's gradient and free its memory, so that the next step begins without a gradient."""
         self.memory.free()
         self._parking.remove(self)
         self._early_updates.remove(self.flat_group.name)
@@ -395,13 +400,13 @@ class GradientGroup:
 
 
 class Gradients:
-    """All gradients of the model.
+    """All gradients of the model, which the hooks bring, and which the step reads, clips and hands over.
 
     Args:
         states: the states of all groups.
-        early_updates: where the updates that begin with these gradients are kept, to be withdrawn before a change.
-        exact_norms: see Norms.
-        mean: whether a step's gradient is the mean of those of the ranks; False: their sum.
+        early_updates: the early updates, which this object withdraws before their gradients change.
+        exact_norms: whether norms have torch's bits; see Norms.
+        mean: whether a step's gradient is the mean of the ranks' gradients; False: their sum.
     """
 
     def __init__(
@@ -420,7 +425,7 @@ class Gradients:
         self._early_updates = early_updates
         homes = {state.group.name: state.placement.gradients for state in states}
         on_host = collectives.device.type == "cpu"
-        # An accelerator computes all norms exactly.
+        # On an accelerator all norms of gradients are computed exactly, whether or not the config asks for exact norms.
         norms = self._norms = Norms(exact=exact_norms or not on_host)
         in_store = LeasedMemory if on_host else StagedMemory
 
@@ -431,12 +436,13 @@ class Gradients:
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
         self._parameters = 1 + max((p.index for u in units for g in u.groups for p in g.parameters), default=-1)
-        # Whether the current backward pass reduces, whether it does and is the last one of its step, and whether one of
-        # this step has left its gradients unreduced.
+        # `_reduces`: whether the current backward pass reduces gradients over the ranks. `_is_last`: whether it reduces
+        # them and is also the last backward pass of its step.
         self._reduces = True
         self._is_last = True
-        # See `_sums_stay`; None if that is not decided.
+        # Whether sums of gradients stay on the device between micro-batches; None if `_sums_stay` has not decided yet.
         self._do_sums_stay: bool | None = None
+        # Whether the gradients of the last backward pass are not reduced yet, so that the step has to reduce them.
         self._owes_reduction = False
 
     def of_unit(self, unit: Unit) -> Sequence[GradientGroup]:
@@ -444,12 +450,13 @@ class Gradients:
         return self._of_unit[unit.index]
 
     def begin_backward(self, *, reduces: bool, is_last: bool) -> None:
-        """Expect the gradients of a backward pass.
+        """Expect the gradients of a backward pass, which begins now.
 
         Args:
             reduces: whether the pass reduces gradients, the same on all ranks. If not, they stay whole on this rank's
                 device until a pass that reduces, or until `finish_reductions`.
-            is_last: whether it reduces and no pass of this step is expected after it.
+            is_last: whether the pass reduces gradients and no pass of this step is expected after it. If so, each
+                gradient goes to its home as soon as it is reduced.
         """
         self._reduces = reduces
         self._is_last = is_last
@@ -466,7 +473,8 @@ class Gradients:
             if not group.is_frozen:
                 group.start(step, sends=self._is_last or self._do_sums_stay is False)
                 if not unit.is_root:
-                    # The gradient of the root is added to at the end of the pass.
+                    # The gradient of the root unit is needed only at the end of the pass, so only gradients of other
+                    # units are fetched to the device at the beginning of their backward.
                     group.memory.fetch_ahead()
 
     def has_all_of_pass(self, unit: Unit) -> bool:
@@ -477,7 +485,8 @@ class Gradients:
         """Reduce a group's gradient, because the backward of its unit is over on every rank. All ranks must call this.
 
         Args:
-            next_use: the position at which the group's parameters are needed next, if it is known.
+            next_use: the position at which the group's parameters are needed next, which the store gets with an
+                update; None if the position is not known.
 
         Returns:
             Whether the gradient is expected to be final: every parameter that is trained now has one in this step.
@@ -492,8 +501,8 @@ class Gradients:
     def hand_over(self, gradient: GradientGroup, act: Act) -> None:
         """Begin to bring a reduced gradient to its home, if this pass is expected to be the last one of the step.
 
-        A gradient that has not changed since the last time is there, or on its way: so are all of them in a pass that
-        computes the gradients of inputs only.
+        A gradient that has not changed since the last call is at its home already, or on its way. For example, no
+        gradient changes in a pass that computes the gradients of inputs only.
 
         Args:
             act: see GradientGroup.hand_over.
@@ -508,10 +517,11 @@ class Gradients:
             gradient.hand_over(_nothing)
 
     def _sums_stay(self) -> bool:
-        """Return whether gradients stay on the device between micro-batches; the first call decides.
+        """Return whether sums of gradients stay on the device between micro-batches. The first call decides for all.
 
-        It comes when a backward pass has begun, so that most activations of a step are on the device. If there is too
-        little room beside them, each sum leaves the device after a micro-batch, and comes back in the next one.
+        The first call comes when a backward pass has begun, so that most activations of a step are on the device. If
+        there is too little room beside them, each sum leaves the device after a micro-batch, and comes back in the next
+        one.
         """
         if self._do_sums_stay is None:
             device = self._collectives.device
@@ -523,7 +533,8 @@ class Gradients:
     def finish_backward(self, step: int) -> None:
         """Reduce the groups that backward has not reduced yet. All ranks must call this.
 
-        On some rank, their gradients came after the backward of their unit, or in a backward that hooks did not see.
+        These are groups whose gradients came, on some rank, after the backward of their unit, or in a backward that the
+        hooks did not see.
         """
         if self._reduces:
             self._reduce_rest(step, "the end of a backward pass")
@@ -532,7 +543,7 @@ class Gradients:
             self._hand_over_rest()
 
     def finish_reductions(self, step: int) -> None:
-        """Reduce what is not reduced yet, because the step ends. All ranks must call this."""
+        """Reduce the gradients that are not reduced yet, because the step ends. All ranks must call this."""
         if self._owes_reduction:
             self._reduce_rest(step, "the end of a step")
             self._owes_reduction = False
@@ -554,14 +565,14 @@ class Gradients:
     def partition_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
         """Return this rank's part [partition_numel] of a group's gradient so far.
 
-        Return None if the parameter in `slot` has no gradient in it.
+        Return None if the parameter in `slot` has no gradient in this step.
 
-        The values are those of backward, scaled by the loss scale, and the tensor is the memory itself. With several
-        ranks, a gradient that no rank has is either zeros or None.
+        The values are those of backward, scaled by the loss scale, and the tensor is no copy, but the gradient's memory
+        itself. With several ranks, a gradient that no rank has is either zeros or None.
 
         Raises:
             RuntimeError: the gradient is not reduced over the ranks yet.
-            PhaseError: the store may have freed it.
+            PhaseError: the store may have freed the gradient.
         """
         self._check_reduced()
         self._early_updates.require_kept("a gradient was asked for")
@@ -595,7 +606,7 @@ class Gradients:
 
         Raises:
             RuntimeError: the gradients are not reduced over the ranks yet.
-            PhaseError: the store may have freed it.
+            PhaseError: the store may have freed the gradient.
         """
         self._check_reduced()
         self._early_updates.require_kept("a gradient was set")
@@ -603,10 +614,11 @@ class Gradients:
         return found is not None and found.memory.is_requested
 
     def change(self, group: FlatGroup, slot: int) -> torch.Tensor:
-        """Return this rank's part [partition_numel] of a group's gradient, for the caller to write that of a parameter.
+        """Return this rank's part [partition_numel] of a group's gradient, for a caller that changes its values.
 
-        All ranks must call this, for a group of which `can_change` is true. The parameter in `slot` has a gradient in
-        this step from now on, and the group's early update is withdrawn.
+        All ranks must call this, for a group of which `can_change` is true. The caller may write to the gradient of the
+        parameter in `slot` only. That parameter has a gradient in this step from now on, and the group's early update
+        is withdrawn.
         """
         found = self._find(group)
         assert found is not None, "can_change was asked"
@@ -632,7 +644,7 @@ class Gradients:
             yield from group.on_device()
 
     def is_in_store(self, group: FlatGroup) -> bool:
-        """Return whether there is a gradient of the group, in the store's memory."""
+        """Return whether the group has a gradient in this step, and the store's memory has it."""
         found = self._find(group)
         return found is not None and found.memory.is_requested and found.memory.on_device is None
 
@@ -655,13 +667,15 @@ class Gradients:
                 continue
             indices, values = group.norms()
             group.park()
-            # Several tiles of a parameter are in groups of their own, and so each group has a part of its norm.
+            # The tiles of a parameter are groups of their own, and each tile has a part of the parameter's norm. So the
+            # norm of the parameter is the root of the sum of their squares, which `hypot` adds up.
             norms[indices] = torch.hypot(norms[indices], values) if group.is_tile else values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
         rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm")
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
-        # Parameters without a gradient are left out: a zero would not change the sum, but the order of its roundings.
+        # Parameters without a gradient are left out of the total norm: zeros for them would not change the sum, but the
+        # order in which torch adds up the other norms, and so the rounding of the result.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
         return GradientNorm(total=total, present=anywhere.tolist())
 
@@ -699,4 +713,4 @@ def _put(target: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Do nothing when a gradient has arrived at its home."""

@@ -15,11 +15,12 @@ for those on a branch that does not lead to an input. The unit is released at th
 and its gradients are reduced in the order of reduction_order.py. At the end of backward all units are released, and the
 gradients that came late are reduced.
 
-[Note: results beside the output] A module may leave a result in an attribute, as the auxiliary loss of a router. Its
-gradient may come before those of the unit's outputs, or without them, so it is watched as they are. What an object in
-the output hides cannot be watched. But autograd numbers its nodes as they are made, and of those that are ready it runs
-the newest one first. So if a watched tensor comes from the unit's last node, its gradient comes before those of hidden
-ones. If not, the unit stays gathered for its backward, as it does if there is nothing to watch.
+[Note: results beside the output] A module may leave a result in an attribute, as the auxiliary loss of a router. The
+gradient of the result may come before those of the unit's outputs, or without them, so the result is watched as the
+outputs are. Tensors that an object in the output hides cannot be watched. But autograd numbers its nodes as they are
+made, and of those that are ready it runs the newest one first. So if a watched tensor comes from the unit's last node,
+its gradient comes before those of hidden ones. If not, the unit stays gathered for its backward, as it does if there is
+nothing to watch.
 
 [Note: the way of a gradient] Autograd calls the hook on a parameter when its gradient is there. The hook hands the
 gradient to Gradients, which adds it to the flat gradient of its group. When the backward of the unit is over, Gradients
@@ -37,10 +38,10 @@ have no storage. So the hooks do not watch them, and that pass is no backward pa
 runs within a transform stays gathered until the next pass or step of the engine ends, because the transform's backward
 needs it.
 
-[Note: hooks and torch.compile] Hooks take leases, communicate and remember, which torch.compile cannot trace. They are
-disabled for it, so it runs them between its graphs. The gather of an external parameter's owner is, too: the graph of a
-compiled unit is cut in two at the place where the parameter is used, unless it is registered with
-`register_external_parameter`.
+[Note: hooks and torch.compile] Hooks take leases, communicate and remember, which torch.compile cannot trace. So the
+hooks are disabled for torch.compile, which then runs them between its graphs. The gather of an external parameter's
+owner is disabled, too, so the graph of a compiled unit is cut in two at the place where the parameter is used, unless
+it is registered with `register_external_parameter`.
 """
 
 from __future__ import annotations
@@ -78,19 +79,20 @@ from trainer_client.training.step.tensor_tree import TensorTree, computed_attrib
 from trainer_client.training.step.trace import Clock, Trace
 from trainer_client.training.step.updates import Updates
 
-# The number of the graph task, as torch returns it outside of autograd.
+# The value that torch returns as the number of the current graph task if no backward pass runs on this thread.
 _NO_GRAPH_TASK = -1
 
 
 @dataclass(slots=True)
 class _Frame:
-    """A forward under way.
+    """A forward of a unit's module that has begun and not ended. Forwards within it have records of their own.
 
     Attributes:
-        begun: the number of forwards that began within the outermost one before this one; see OpenForwards.
+        begun: the number of forwards that began within the outermost one before this one. If this forward fails, those
+            after this number are undone; see OpenForwards.
         first_node: the number of the first node of autograd's graph that this forward could make.
         may_release: whether the unit may be released after the forward, because the hooks will notice when its backward
-            begins, or because it has none.
+            begins, or because it has no backward.
         has_returned: whether the module's forward has returned without an error.
     """
 
@@ -107,9 +109,9 @@ class _Before:
     """The state in which the outermost forward began, and to which the hooks go back if it fails.
 
     Attributes:
-        mark: the place in the trace.
-        holds: who held which unit.
-        used: how many units were used since the last backward.
+        mark: the place in the trace, for Trace.rewind.
+        holds: the holders and the units that they held, for Residency.go_back_to.
+        used: how many units were used since the last backward pass. Later ones are removed if the forward fails.
     """
 
     phase: Phase
@@ -121,13 +123,14 @@ class _Before:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """What the hooks have to know of a backward pass that begins.
+    """The plan of a backward pass: what the hooks do with the gradients that come in the pass.
 
     Attributes:
-        step: the step that its gradients are for.
-        reduces: whether it reduces gradients over the ranks; see Gradients.begin_backward.
-        is_last: whether it reduces and no other pass of the step follows.
-        gradient_factor: what each parameter's gradient is multiplied by.
+        step: the step that the gradients of the pass are for.
+        reduces: whether the pass reduces gradients over the ranks; see Gradients.begin_backward.
+        is_last: whether the pass reduces gradients and no other pass of the step follows, so that the store may begin
+            with updates in the pass.
+        gradient_factor: the hooks multiply each parameter's gradient by this number.
     """
 
     step: int
@@ -137,30 +140,32 @@ class BackwardPlan:
 
 
 class UserBackward(Protocol):
-    """What surrounds a backward pass that the user starts with `loss.backward()`; see BackwardPasses."""
+    """The calls before and after a pass that the user starts by `loss.backward()`; see BackwardPasses."""
 
     def begin_for_user(self) -> BackwardPlan:
-        """Return what the hooks have to know of the pass, which begins now. All ranks must call this.
+        """Return the plan of the user's backward pass, which begins now. All ranks must call this.
 
         Raises:
-            RuntimeError: fp16 training needs a scaled loss, and this one is not.
+            RuntimeError: fp16 training needs a scaled loss, and the loss of this pass is not scaled.
         """
 
     def end(self) -> None:
-        """Take note that the pass has ended without an error."""
+        """Count the user's backward pass, which has ended without an error, as a pass of the step."""
 
 
 class UnitHooks:
-    """The hooks of one engine.
+    """The hooks of one engine: torch calls them in forward and backward, and they gather, release and reduce units.
 
     Args:
         units: all units, the root first.
         compute_dtype: the dtype to cast the root's floating-point inputs to; None: they stay as they are.
         clock: the clock of the job, so that positions go on growing after a resume.
-        recorder: takes note of the phases, and of which unit's code runs.
-        user_backward: asked when a gradient comes and `engine.backward` is not running.
-        is_running_again: returns whether a module is being run only to make a boundary again.
-        small_reads: the parameters that may be read outside of forwards.
+        recorder: records the phases, and the times in which each unit's code runs.
+        user_backward: gives the plan of a pass when a gradient comes and `engine.backward` is not running, because the
+            user has then called `loss.backward()`.
+        is_running_again: returns whether a module runs only to compute a boundary again, so that no backward of this
+            forward is expected.
+        small_reads: the parameters that the script may read outside of forwards.
     """
 
     def __init__(
@@ -195,39 +200,45 @@ class UnitHooks:
         self._training = Trace(clock)
         self._inference = Trace(clock, amid=self._training)
         self._trace = self._inference
-        # The plan of the current backward pass, or of the last one, and whether the user has started it.
+        # `_plan`: for which step the current backward pass is, or the last one was, and whether that pass reduces
+        # gradients. `_is_users`: whether the script has started that pass by `loss.backward()`, and not by
+        # `engine.backward`.
         self._plan = BackwardPlan(step=0, reduces=True)
         self._is_users = False
         self._running: list[_Frame] = []
         self._external = ExternalParameters(units)
         self._forwards = OpenForwards(units)
-        # The units whose backward has begun and is not over, and those among them whose last gradients autograd is
-        # about to accumulate.
+        # `_in_backward`: the units whose backward has begun and is not over. `_almost_over`: those of them whose input
+        # gradients have all come, while autograd has yet to accumulate some parameter gradients.
         self._in_backward: set[int] = set()
         self._almost_over: set[int] = set()
-        # For each unit that is released after its forward, the modules in whose attributes it may leave results.
+        # For each unit that is released after its forward: the modules of the unit, in whose attributes the forward may
+        # leave results. The gradients of these results begin the unit's backward, as those of its outputs do. Empty for
+        # other units.
         self._modules_of: list[Sequence[nn.Module]] = [
             () if unit.is_root or unit.state is UnitState.RESIDENT else tuple(unit.module.modules()) for unit in units
         ]
-        # The state before the last outermost forward; None if that forward cannot be undone any more.
+        # The state of the engine before the last outermost forward, to which `fail_forward` goes back. None if that
+        # forward cannot be undone any more.
         self._before: _Before | None = None
-        # The uses of units since the last backward, each once and in the order in which they came.
+        # The uses of units since the last backward pass, each once and in the order in which they came. A dict serves
+        # as an ordered set, so the values are None.
         self._used: dict[int, None] = {}
         self._parameter_hooks = ParameterHooks(units, gradients)
         self._module_hooks: list[RemovableHandle] = []
         self._engine: object = None
-        # None where no tile computes on the CPU.
+        # Returns free heap memory to the kernel between uses of tiles. None if no tile computes on the CPU.
         tiles = (unit for unit in units if unit.tile is not None)
         on_cpu = any(group.device.type == "cpu" for unit in tiles for group in unit.groups)
         self._heap_trimmer = HeapTrimmer() if on_cpu else None
 
     def serve(self, engine: object) -> None:
-        """Keep the engine for as long as the hooks are on the model, which would compute nothing without it."""
+        """Keep the engine alive while the hooks are on the model, because the model cannot compute without it."""
         self._engine = engine
 
     @property
     def phase(self) -> Phase:
-        """The phase of the engine."""
+        """The phase of the engine, which says what calls may follow; see phases.py."""
         return self._phases.current
 
     def install(self) -> None:
@@ -275,7 +286,7 @@ class UnitHooks:
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
-        """Reduce what is left and release all units, because autograd is done. All ranks must call this.
+        """Reduce the gradients that are left and release all units, because autograd is done. All ranks must call this.
 
         It can raise InPlaceChangeError.
         """
@@ -294,22 +305,24 @@ class UnitHooks:
         """Free the units' memory and release their leases, without a collective, because autograd or a hook has failed.
 
         Returns:
-            Whether a backward pass was under way. It was not if the phase did not allow one.
+            Whether a backward pass was under way. False if the phase did not allow a backward pass.
         """
         if self.phase is not Phase.BACKWARD:
             return False
         self._phases.enter(Verb.FAIL_BACKWARD)
         self._reduction_order.abandon()
-        # The caller reports why the backward failed. What the store refuses now only follows from that.
+        # The caller raises the error that has made the backward fail. Errors of the store at this place only follow
+        # from that failure, so they are ignored.
         with suppress(StoreError):
             self._end_uses(keep=False)
         return True
 
     @property
     def has_lost_backward(self) -> bool:
-        """Whether the user's `loss.backward()` has ended with an error, of which only autograd has told the user.
+        """Whether the user's `loss.backward()` has ended with an error, after which autograd calls no hook.
 
-        Autograd calls back at the end of a pass that ends well only.
+        Such a pass still counts as under way here, because autograd calls `_finish_user_backward` only at the end of a
+        pass without an error.
         """
         return self._is_users and self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == _NO_GRAPH_TASK
 
@@ -341,16 +354,17 @@ class UnitHooks:
         self._residency.pause()
         if before.phase is Phase.IDLE:
             self._phases.enter(Verb.FAIL_FORWARD)
-        # The caller reports why the forward failed. What the store refuses now only follows from that.
+        # The caller raises the error that has made the forward fail. Errors of the store at this place only follow from
+        # that failure, so they are ignored.
         with suppress(StoreError):
             self._residency.go_back_to(before.holds)
 
     def show_gradients(self) -> None:
-        """Let the script use `.grad` as ever, because a forward or a step begins, or gradients are dropped."""
+        """Let the script use `.grad` again, because a forward or a step begins, or the step's gradients are freed."""
         self._parameter_hooks.show_gradients()
 
     def fail_change(self) -> None:
-        """Take note that a change of states between two steps has failed half-way."""
+        """Enter the phase FAILED, because a change of states between two steps has failed half-way."""
         self._phases.enter(Verb.FAIL_CHANGE)
 
     def begin_offload(self) -> None:
@@ -360,17 +374,17 @@ class UnitHooks:
         self._phases.enter(Verb.OFFLOAD)
 
     def end_offload(self) -> None:
-        """Take note that all states are back on the device."""
+        """Leave the phase OFFLOADED, because all states are back on the device."""
         self._phases.enter(Verb.RELOAD)
 
     def release_units(self) -> None:
-        """Release all gathered units.
+        """Release all gathered units, because the user changes parameters between two steps.
 
-        The user changes parameters between two steps, so gathered copies would be stale.
+        Copies that stayed gathered would have the values from before the change.
         """
         self._residency.release_all()
-        # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
-        # [Note: autocast].
+        # A release of a unit also drops torch's autocast copies of its parameters. Resident units are not released, so
+        # the copies of their parameters are dropped here; see flat_group.py [Note: autocast].
         torch.clear_autocast_cache()
 
     def give_up_model(self) -> None:
@@ -382,7 +396,7 @@ class UnitHooks:
                 group.give_up_parameters()
 
     def leave_model(self) -> None:
-        """Remove all hooks, and leave resident parameters to the user, with their values."""
+        """Remove all hooks, and leave the parameters that are always on this rank to the user, with their values."""
         self._remove()
         for unit in self._units:
             for group in unit.groups:
@@ -414,15 +428,15 @@ class UnitHooks:
 
     def finish_step(self) -> None:
         """Take note that the parameters are updated, and have the store fetch what the next step uses first."""
-        # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
-        # [Note: autocast].
+        # A release of a unit also drops torch's autocast copies of its parameters. Resident units are not released, so
+        # the copies of their parameters are dropped here; see flat_group.py [Note: autocast].
         torch.clear_autocast_cache()
         self._training.end()
         self._residency.pause()
         self._residency.prefetch(self._training)
         self._phases.enter(Verb.END_STEP)
 
-    # These methods are the hooks on modules.
+    # The next methods are the engine's forward hooks on modules.
 
     def _hook(
         self,
@@ -433,11 +447,12 @@ class UnitHooks:
         *,
         use: int = 0,
     ) -> None:
-        """Have `before` and `after` called around the module's forward, and note it as this `use` of `unit`."""
+        """Register hooks that call `before` and `after` around the module's forward, which is this `use` of `unit`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if next(reversed(module._forward_hooks)) != last[-1].id:
-                # The script has registered hooks since, which may look at the parameters.
+                # The script has registered forward hooks after those of the engine, and the script's hooks may read the
+                # parameters. The engine's hooks release the unit, so they are moved to the end again.
                 for handle in last:
                     module._forward_hooks[handle.id] = module._forward_hooks.pop(handle.id)
             with outside_of_transforms():
@@ -478,8 +493,9 @@ class UnitHooks:
         if outermost and self.phase is not Phase.BACKWARD:
             self.show_gradients()
         if outermost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
-            # A backward pass runs this forward again. If the user has started it, it begins here and not with the first
-            # gradient: reentrant checkpointing computes gradients in a pass of its own, which ends earlier.
+            # A backward pass is running this forward again, for a checkpoint. If the user has started that pass, the
+            # engine notes its beginning here. At the first gradient it would be too late, because reentrant
+            # checkpointing computes gradients in a pass of its own, which ends earlier than the user's pass.
             self._require_backward()
         nested = any(frame.unit is unit for frame in self._running)
         if outermost:
@@ -503,7 +519,10 @@ class UnitHooks:
             self._hold(unit, Part.FORWARD, self._external.registered(unit))
 
     def _prepare_training(self) -> None:
-        """Have an outermost forward with gradients use the memory that is trained, and gradients taken last.
+        """Before an outermost forward with gradients, prepare the parameters and their hooks for training.
+
+        Resident parameters get the memory that is trained again, because the script may have assigned tensors to
+        `.data`. The engine's hooks on parameters are called after the script's.
 
         It can raise ConfigError.
         """
@@ -523,7 +542,8 @@ class UnitHooks:
             if not self._running and self.phase is not Phase.BACKWARD:
                 self.fail_forward()
                 return
-        # If the forward has failed, its own error is raised, not that of a session which has ended meanwhile.
+        # If the forward has failed, the error of the forward is raised. An error of the release, for example because
+        # the session with the store has ended, must not replace it.
         with nullcontext() if frame.has_returned else suppress(SessionEndedError, InPlaceChangeError):
             try:
                 if all(other.unit is not unit for other in self._running):
@@ -557,15 +577,17 @@ class UnitHooks:
         self._residency.require_unchanged()
         self._recorder.compute(None)
         if self._trace is self._inference:
-            # Modules within may have run with gradients.
+            # Modules within this inference may have run with gradients enabled, but no backward of them is expected. So
+            # the records of their forwards are discarded.
             self._forwards.undo(0)
             self._inference.end()
-        # The leases are checked next, which says something about the copies only when they are done.
+        # The caller checks next that the leases are still valid. This check covers copies from leased memory only if
+        # they are finished, so finish them here.
         self._lanes.finish_copies_in()
         self._residency.pause()
         if self.phase is Phase.INFERENCE:
             self._residency.release_all(keep=True)
-            # Another inference may follow, or training may go on, so the store prepares for both.
+            # Another inference may follow, or training may go on, so the store prefetches for both traces.
             self._residency.prefetch(self._training, self._inference)
             self._phases.enter(Verb.END_INFERENCE)
 
@@ -576,16 +598,17 @@ class UnitHooks:
         return cast_floating_inputs((args, kwargs), self._compute_dtype)
 
     def _before_unit(self, unit: Unit, use: int, args: Any, kwargs: Any) -> None:
-        """Watch the unit's inputs, whose gradients will say when its backward is over."""
-        # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
-        # exception, because it has run that forward without gradients. A forward that only makes a boundary again has
-        # no backward, whose hooks would keep its inputs for good.
+        """Watch the gradients of the unit's inputs, because its backward is over when all of them have come."""
+        # In a recomputation no hooks are set on the inputs of the unit, because the forward that made the graph has
+        # recorded the use already. Reentrant checkpointing is the exception, because it has run that forward without
+        # gradients. A forward that only computes a boundary again has no backward, so hooks on its inputs would never
+        # be called and would keep the inputs alive.
         is_recomputed = self.phase is Phase.BACKWARD and (self._forwards.is_open(use) or self._is_running_again())
         if torch.is_grad_enabled() and not is_recomputed and not is_transformed():
             self._watch_inputs(unit, use, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
-        """Watch the unit's results, because their gradients will say when its backward begins.
+        """Watch the gradients of the unit's results, because its backward begins when the first of them comes.
 
         If the unit returns its own parameters, hold it for its caller, too.
         """
@@ -598,17 +621,19 @@ class UnitHooks:
             beside = computed_attributes(self._modules_of[unit.index], frame.first_node)
             newest = self._watch_results(unit, (*tree.tensors, *beside))
             if newest is None:
-                # No result tells when the unit's backward begins, so the unit stays gathered, unless it has none.
+                # No output of the unit requires a gradient, so no hook can tell when the unit's backward begins. So the
+                # unit stays gathered after its forward, unless it has no backward.
                 has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
                 frame.may_release = has_none
             else:
-                # See [Note: results beside the output].
+                # The unit may be released after its forward only if hooks on its results will tell when its backward
+                # begins; see [Note: results beside the output].
                 shows_all = bool(tree.requiring_grad()) and not tree.hides_some
                 frame.may_release = shows_all or newest >= last_node
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
             self._share_with_caller(unit)
 
-    # These methods are the hooks of backward, and install them.
+    # The next methods are the hooks that run in backward passes, and the methods that install them.
 
     @property
     def _is_amid_forward(self) -> bool:
@@ -626,7 +651,7 @@ class UnitHooks:
         self._phases.check(Verb.BEGIN_BACKWARD)
         self.begin_backward(self._user_backward.begin_for_user())
         self._is_users = True
-        # Autograd calls this at the end of the pass, before `loss.backward()` returns.
+        # Autograd calls `_finish_user_backward` at the end of the pass, before `loss.backward()` returns.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_user_backward)
 
     def _finish_user_backward(self) -> None:
@@ -635,7 +660,7 @@ class UnitHooks:
         self._user_backward.end()
 
     def _watch_results(self, unit: Unit, results: Iterable[torch.Tensor]) -> int | None:
-        """Have the unit gathered when the gradient of a result comes.
+        """Register hooks that gather the unit when the gradient of one of its results comes.
 
         Returns:
             The number of the newest node that has made a result; None if none will have a gradient.
@@ -653,8 +678,8 @@ class UnitHooks:
         tensors = inputs.requiring_grad()
         if not tensors:
             return  # No input tells when the unit's backward is over, so it lasts until the end of backward.
-        # The inputs of a reentrant checkpoint are leaves. Autograd accumulates their gradients among those of the
-        # parameters, in any order, so parameters may still miss theirs.
+        # The inputs of a reentrant checkpoint are leaves. Autograd accumulates the gradients of leaves in any order, so
+        # when all inputs have their gradients, some parameters of the unit may still miss theirs.
         has_leaves = any(tensor.is_leaf for tensor in tensors)
 
         def after_backward() -> bool:
@@ -676,8 +701,9 @@ class UnitHooks:
             return
         self._require_backward()
         if torch.is_grad_enabled():
-            # Autograd makes a graph of this pass (create_graph). No hook tells when the backward of that graph needs
-            # the unit, so the unit is held for the root in each later pass of the step.
+            # Autograd makes a graph of this backward pass (create_graph=True), and a later pass of the same step may
+            # run backward through that graph. No hook tells when that later pass needs this unit. So the unit is noted
+            # as one that the root needs, and stays gathered as long as the root does in each later pass of the step.
             self._external.note(self._root, {unit.index, *self._external.owners_of(unit)})
         self._gather_for_backward(unit)
 
@@ -693,14 +719,15 @@ class UnitHooks:
         """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
 
         Args:
-            use: the use whose backward is over.
-            waits: whether to wait for parameter gradients that are missing. If they do not come, the unit's backward
-                lasts until the end of backward.
+            use: the use of the unit whose backward is over.
+            waits: whether the unit stays gathered while parameter gradients are missing. If they do not come, the unit
+                is released and reduced at the end of the backward pass.
         """
         self._lanes.poll()
         if unit.tile is None:
-            # Whether a unit is over must not depend on which parameters this rank has used, because all ranks reduce
-            # and gather in one order.
+            # All ranks reduce and gather units in one order, so whether the backward of a unit is over must not depend
+            # on which parameters this rank has used. So this rank does not wait for gradients that its pass does not
+            # compute.
             for gradient in self._gradients.of_unit(unit):
                 gradient.expect_only(is_computed)
         has_all = self._gradients.has_all_of_pass(unit)
@@ -710,14 +737,14 @@ class UnitHooks:
         over = self._reduction_order.unit_is_over(use)
         if has_all:
             self._recorder.compute("backward", self._root.fqn)
-            # The unit is released before the reduction, because the reduction may begin an early update, and the store
-            # works on the unit's bytes in its host memory only while no lease on them is held.
+            # The unit is released before its gradients are reduced. The reduction may begin an early update, and the
+            # store updates bytes in its host memory only while no lease on them is held.
             self._release_after_backward(unit)
         for each in over:
             self._reduce(each)
 
     def _release_after_backward(self, unit: Unit) -> None:
-        """End the unit's hold for its backward, or for that of one of its uses."""
+        """End the unit's hold for its backward, and release the unit unless another part of the step needs it."""
         self._in_backward.discard(unit.index)
         self._residency.release(UnitHolder(unit.index, Part.BACKWARD), self._trace)
 
@@ -732,7 +759,7 @@ class UnitHooks:
         self._lanes.poll()
 
     def stop_watching_gradients(self) -> None:
-        """Remove the hooks on parameters, without which no engine and no model would ever be freed. Idempotent."""
+        """Remove the hooks on parameters, and allow no reads of small ones, because the engine ends. Idempotent."""
         self._parameter_hooks.remove()
         self._small_reads.end()
 
@@ -756,10 +783,10 @@ class UnitHooks:
             self._almost_over.discard(unit.index)
             self._after_backward(unit, unit.index, waits=False)
 
-    # These methods gather, hold and release units.
+    # The next methods gather, hold and release units.
 
     def _hold(self, unit: Unit, part: Part, owners: Set[int]) -> None:
-        """Gather the unit and the owners of its external parameters, and hold them for `part`."""
+        """Gather the unit and the owners of its external parameters, and keep them gathered for `part` of the step."""
         self._lanes.poll()
         self._recorder.compute(None)
         if self._heap_trimmer is not None and unit.tile is not None:
@@ -769,7 +796,7 @@ class UnitHooks:
         self._recorder.compute(part.name.lower(), unit.fqn)
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
-        """Hold the unit and the owners of its external parameters, all of which are gathered, for `part`."""
+        """Keep the unit and the owners of its external parameters, all of which are gathered, for `part` as well."""
         for each in (unit, *(self._units[index] for index in self._external.seen(unit))):
             self._residency.share(each, UnitHolder(unit.index, part))
 
@@ -787,8 +814,9 @@ class UnitHooks:
         if self._running:
             user_unit = self._running[-1].unit
         elif self.phase is Phase.BACKWARD:
-            # The backward of a function of the user's has used the parameter. The hooks do not know in which unit, so
-            # the owner is held for the root, whose backward lasts longest.
+            # The backward of an autograd function that the user has written has used the parameter. The hooks do not
+            # know in which unit that function runs, so the parameter's unit stays gathered as long as the root, whose
+            # backward lasts longest.
             user_unit = self._root
         elif self.phase in (Phase.IDLE, Phase.FORWARD) and self._small_reads.allows(parameter, function):
             group = next(group for group in owner.groups if group.contains(parameter.tensor))

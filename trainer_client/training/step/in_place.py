@@ -1,14 +1,16 @@
 """Changes that the script makes to parameters in place, where a rank always has them (stages 0 to 2).
 
-torch's optimizers update whatever is in a parameter's memory. So do updates here: what the script has changed there
-since the last step (a clamp, a mask, an average, a tensor that was assigned to `.data`) counts in the next one, in this
-order: found by its bytes, agreed on by the ranks, put into the store, updated. This module must never commit.
+torch's optimizers update the values that are in a parameter's memory, and so do updates here. A change that the script
+has made to a parameter since the last step (a clamp, a mask, an average, a tensor that was assigned to `.data`) counts
+in the next step: the change is found by its bytes, the ranks agree on it, it is put into the store, and then the update
+is made. This module must never commit.
 
 [Note: masters] Beside a parameter of 16 bits there is an fp32 master weight. An element of the parameter that is not
-the rounded element of the master weight was changed, and becomes the master weight; all others keep theirs.
+the rounded element of the master weight was changed, and becomes the master weight; all other elements keep their
+master weight.
 
-[Note: one change for all ranks] Each rank stores a part of the parameters, so they can only be the same on all ranks.
-Changes that differ between ranks are an error.
+[Note: one change for all ranks] Each rank stores only its part of the parameters, so all ranks must make the same
+change. Changes that differ between ranks are an error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from trainer_client.training.ranks.collectives import Collectives
 
 
 class InPlaceChanges:
-    """The changes of one engine's parameters.
+    """Finds the parameters of one engine that the script has changed in place since the last step.
 
     Args:
         states: the states of all groups.
@@ -35,7 +37,7 @@ class InPlaceChanges:
         self._collectives = collectives
 
     def note(self) -> None:
-        """Take note of the parameters as the engine has left them. Call this when control goes back to the script."""
+        """Remember the parameters' bytes, to find later changes. Call this when control goes back to the script."""
         for state in self._states:
             state.note_parameters()
 
@@ -58,7 +60,7 @@ class InPlaceChanges:
         return found
 
     def _changed(self) -> list[bool]:
-        """Return for each group with parameters that are always there whether this rank has changed some of them."""
+        """Return for each group whose parameters are always on this rank whether the script has changed some here."""
         answers = [state.find_changes() for state in self._states]
         if on_device := [answer for answer in answers if isinstance(answer, torch.Tensor)]:
             told = iter(torch.stack(on_device).tolist())
@@ -66,7 +68,7 @@ class InPlaceChanges:
         return [any(answer) for answer in answers]
 
     def _require_agreement(self, states: Sequence[PlacedStates]) -> None:
-        """Check that all ranks have the same parameters in these groups. All ranks must call this."""
+        """Raise ConfigError unless all ranks have the same values in these groups. All ranks must call this."""
         mine = [digest for state in states for digest in state.group.digests_of_each()]
         names = [parameter.fqn for state in states for parameter in state.group.parameters]
         of_ranks = [json.loads(each) for each in self._collectives.gather_bytes(json.dumps(mine).encode())]

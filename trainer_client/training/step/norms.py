@@ -1,19 +1,21 @@
 """The 2-norm of gradients in fp32.
 
 It has either the same bits as torch's, without new memory each time, or nearly the same value in a third of the time.
-If gradients are clipped by their norm, the bits of the update depend on it. If they are not, users look at the norm,
-and the step looks whether it is finite.
+If gradients are clipped by their norm, the bits of the update depend on the norm. If they are not clipped, only users
+look at the norm, and the step checks whether it is finite, so nearly the same value is enough.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Gradients with more elements are rare, and memory to convert them is too large to be kept.
+# The most elements of a gradient for which the memory of its conversion to fp32 is kept. Larger gradients are rare, and
+# memory for them is too large to be kept.
 MOST_KEPT_ELEMENTS = 1 << 22
 
-# torch adds up the squares of bf16 values in fp32, and rounds their norm to bf16 (2^-9). These roundings even out over
-# many rows of a gradient.
+# The elements in a row, and the fewest rows, of a gradient whose norm is computed row by row. torch adds up the squares
+# of the bf16 values of a row in fp32, and rounds the norm of the row to bf16 (2^-9). These roundings even out over many
+# rows, so a gradient with fewer rows than LEAST_ROWS is converted to fp32 as a whole.
 ROW_ELEMENTS = 1 << 10
 LEAST_ROWS = 64
 
@@ -26,7 +28,7 @@ class Norms:
     """
 
     def __init__(self, *, exact: bool = True) -> None:
-        """Choose how the norms are computed.
+        """Choose between torch's norms and faster ones, which differ slightly.
 
         Args:
             exact: whether the norms have torch's bits. If not, those of bf16 gradients on the CPU are right within
@@ -36,7 +38,7 @@ class Norms:
         self._kept = torch.empty(0, dtype=torch.float32)
 
     def make_exact(self) -> bool:
-        """Compute exact norms from now on, and return whether norms so far were not."""
+        """Compute exact norms from now on, and return whether the norms so far were not exact."""
         was_exact, self._exact = self._exact, True
         return not was_exact
 
@@ -55,9 +57,9 @@ class Norms:
         return norm
 
     def _by_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the norms of rows.
+        """Return the 2-norm of `values` [n]: of rows of ROW_ELEMENTS values first, then of the norms of the rows.
 
-        torch computes the norms of rows without a copy of the values in fp32.
+        It takes no fp32 memory for all values, because torch computes the norms of rows without a copy in fp32.
         """
         rows = values.numel() // ROW_ELEMENTS
         in_rows = rows * ROW_ELEMENTS if rows >= LEAST_ROWS else 0

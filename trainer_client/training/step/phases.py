@@ -17,9 +17,10 @@
 | reload         |           |           |          |          |      | IDLE      |        |
 | fail_change    | FAILED    |           | FAILED   |          |      |           |        |
 
-An empty field is refused. An inference within FORWARD (an evaluation between a forward and its backward) does not
-change the phase. Forwards within BACKWARD are recomputations, which belong to the backward pass and have no verb. A
-forward that fails restores the phase that it began in, so only one that began in IDLE enters fail_forward.
+An empty field means that the verb is refused in that phase. An inference within FORWARD (an evaluation between a
+forward and its backward) does not change the phase. Forwards within BACKWARD are recomputations, which belong to the
+backward pass and have no verb. A forward that fails restores the phase that it began in, so only one that began in IDLE
+enters fail_forward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trainer_client.errors import PhaseError
 
 
 class Phase(enum.Enum):
-    """The phases. The value of each says why a verb may be refused in it, and what the user can do."""
+    """The phases of an engine. The value of each is the text of an error: why a verb is refused, and what to do."""
 
     IDLE = "nothing is under way"
     """The engine is between steps or micro-batches, or after an inference. No unit is in use."""
@@ -56,11 +57,11 @@ class Phase(enum.Enum):
     FAILED = "a backward pass or a change of states has failed: restart the job, it resumes from the last commit"
     """A backward has raised, so the step's gradients are incomplete on this rank, and the step cannot be made any more.
     Or a change of states by hand has raised half-way, so that a part of it would go into the next commit. All leases
-    are released, and with several ranks this rank has told the other ones."""
+    are released, and with several ranks this rank has told the other ranks."""
 
 
 class Verb(enum.Enum):
-    """The transitions. The value of each is its name in errors."""
+    """The verbs that lead from one phase to another. The value of each is the name of the call in errors."""
 
     BEGIN_FORWARD = "the model's forward"
     BEGIN_INFERENCE = "the model's forward (without gradients)"
@@ -103,7 +104,7 @@ _TRANSITIONS = Transitions(
 
 
 class Phases:
-    """The phase of one engine."""
+    """The phase of one engine. The hooks change it by verbs, and a verb that the phase does not allow is an error."""
 
     def __init__(self, entered: Callable[[str], None] = lambda _: None) -> None:
         """Begin in the phase IDLE.

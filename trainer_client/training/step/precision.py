@@ -1,7 +1,7 @@
 """Number formats: the dtypes of forward and backward, and the loss scale that keeps fp16 gradients in range.
 
-This module owns the loss scale. It must never touch parameters or gradients: its callers apply the dtypes and the
-factor.
+This module owns the loss scale. It must never touch parameters or gradients: its callers apply the dtypes and the loss
+scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trainer_client.errors import ConfigError
 from trainer_client.training.model.parameters import ModelParameter
 from trainer_client.training.model.reduction_dtypes import mark_reduction_dtypes, marked_dtype
 
-# The values of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it.
+# The settings of a dynamic loss scale under autocast. They are those of torch.amp.GradScaler: an overflow halves the
+# scale at once, and 2 000 steps without an overflow double it.
 _AUTOCAST_SCALE = Fp16Section(
     enabled=True, initial_scale_power=16, loss_scale_window=2000, hysteresis=1, min_loss_scale=0.0
 )
@@ -35,13 +36,13 @@ class PrecisionPolicy:
 
     Attributes:
         compute_dtype: the dtype of the parameters, and of the root's floating-point inputs; None: each parameter keeps
-            its own, and inputs stay as they are.
-        accumulation_dtype: the dtype of gradients between micro-batches; None: that of their parameter.
-        reduction_dtype: the dtype in which gradients are added over ranks; None: that of their parameter. Under
+            its own dtype, and inputs stay as they are.
+        accumulation_dtype: the dtype of gradients between micro-batches; None: the dtype of their parameter.
+        reduction_dtype: the dtype in which gradients are added over ranks; None: the dtype of their parameter. Under
             autocast, parameters may be marked with another one; see model/reduction_dtypes.py.
         autocast_dtype: the dtype of `torch.autocast` around the forward; None: the engine does not enter it.
         autocast_reduced: the classes of modules whose gradients are added over ranks in autocast's dtype.
-        buffer_dtype: the dtype of the model's floating-point buffers; None: each keeps its own.
+        buffer_dtype: the dtype of the model's floating-point buffers; None: each buffer keeps its own dtype.
     """
 
     compute_dtype: torch.dtype | None
@@ -53,7 +54,7 @@ class PrecisionPolicy:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> PrecisionPolicy:
-        """Return the policy of a config."""
+        """Return the dtypes that a config asks for, under `bf16`, `fp16`, `torch_autocast` and the like."""
         compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
         return cls(
             compute_dtype=compute_dtype,
@@ -65,7 +66,7 @@ class PrecisionPolicy:
         )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the context of a forward on `device`."""
+        """Return the context for a forward on `device`: torch.autocast, or a context that does nothing without it."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(device.type, self.autocast_dtype)
@@ -77,7 +78,7 @@ class PrecisionPolicy:
     def reduction_dtype_of(self, parameter: ModelParameter) -> torch.dtype:
         """Return the dtype in which a parameter's gradient is added over ranks.
 
-        It raises ConfigError like `dtype_of`.
+        It raises ConfigError in the same cases as `dtype_of`.
         """
         return marked_dtype(parameter.tensor) or self.reduction_dtype or self.dtype_of(parameter)
 
@@ -119,12 +120,13 @@ class LossScaler:
     As in DeepSpeed 0.19.6, the first good step, of the run or after an overflow, does not count for the window: with a
     window of 2, the good steps 3, 5, 7, ... double the scale. torch's GradScaler counts that step, too: 2, 4, 6, ...
 
-    The optimizer shows it as DeepSpeed's does, under `loss_scaler`, so it has DeepSpeed's names of its values, too.
+    The engine's optimizer shows this object under `loss_scaler`, as DeepSpeed's optimizer does, so the object has
+    DeepSpeed's names for its values, too.
 
     Attributes:
         is_enabled: whether training is in fp16, or under autocast in fp16.
-        scale: the factor of the loss.
-        dynamic: whether the scale follows overflows.
+        scale: the number that a loss is multiplied by before its backward pass.
+        dynamic: whether overflows and good steps change the scale.
         scale_window: the number of counted good steps after which the scale doubles.
         min_scale: the lower limit of a dynamic scale.
         cur_iter: the number of steps so far, skipped ones included; it stays 0 for a static scale.
@@ -153,19 +155,19 @@ class LossScaler:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> LossScaler:
-        """Return the loss scale of a config."""
+        """Return the loss scaler that a config asks for, with the scale that a new job begins with."""
         autocast = config.torch_autocast
         needs_scale = autocast.enabled and autocast.dtype == "fp16" and not config.fp16.enabled
         return cls(_AUTOCAST_SCALE, counts_first=True) if needs_scale else cls(config.fp16)
 
     @property
     def cur_scale(self) -> float:
-        """The factor of the loss, under DeepSpeed's name."""
+        """The number that a loss is multiplied by, under DeepSpeed's name for it."""
         return self.scale
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss, under the other name that DeepSpeed has for it."""
+        """The number that a loss is multiplied by, under the second name that DeepSpeed has for it."""
         return self.scale
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -173,7 +175,7 @@ class LossScaler:
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step that was made, or was skipped because its gradient was not finite (`overflow`)."""
+        """Adapt the scale to a step that was made, or was skipped because its gradient was not finite (`overflow`)."""
         if not self.dynamic:
             return
         self.cur_iter += 1
@@ -193,7 +195,7 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state, for a commit."""
+        """Return the scale and its counters, which a commit carries so that a resumed run goes on with them."""
         return {
             "scale": self.scale,
             "patience": self._patience,
@@ -203,11 +205,13 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a commit over if the scale is dynamic, and was so then.
+        """Take over the state of a commit if the scale is dynamic, and was dynamic when the commit was made.
 
-        Otherwise the scale stays as the config says: the scale of 1 of a run in bf16 would be far too small for fp16.
+        If either scale is not dynamic, the scale stays as the config says, because, for example, the scale of 1 of a
+        run in bf16 would be far too small for fp16.
         """
-        # Commits of earlier versions do not say whether the scale was dynamic, nor how many steps there were.
+        # Commits of earlier versions lack the entries "dynamic" and "steps". Their scale counts as dynamic, and their
+        # number of good steps stands for the number of steps.
         if self.dynamic and state.get("dynamic", True):
             self.scale = float(state["scale"])
             self._patience = int(state["patience"])

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from trainer_client.base.recorder import Stopwatch
 from trainer_client.training.step.window import Window
 
-# The newest boundaries that stay on the device are at most so many, and so many are recalled ahead.
+# The most boundaries that stay on the device and are not sent to the store. They are the newest ones, because backward
+# needs these first.
 MOST_STAYING = 2
-# The most boundaries that are on their way to the store at a time. With two of them, the link has always work.
+# The most boundaries whose copies from the device to the store are unfinished at a time. With two of them, the link to
+# the store is never idle.
 MOST_LEAVING = 2
+# The most boundaries that are recalled from the store before backward needs them.
 _MOST_AHEAD = 8
-# After so many boundaries in a row whose recalls the store has not refused, one more is recalled ahead.
+# After this many boundaries in a row whose recalls the store has not refused, one more boundary is recalled ahead.
 _CALM_BOUNDARIES = 64
 
 
@@ -41,7 +44,7 @@ class RecallDepth:
 
     @property
     def staying(self) -> int:
-        """The number of the newest boundaries that stay on the device."""
+        """How many of the newest boundaries stay on the device, because they could not come back in time."""
         return max(1, min(self._units - 1, MOST_STAYING))
 
     def note_recall(self, nbytes: int, seconds: float) -> None:
@@ -50,7 +53,7 @@ class RecallDepth:
         self._recall_seconds += seconds
 
     def begin(self, *, stalled: bool) -> None:
-        """Record that a boundary is needed now, and whether it has to be waited for."""
+        """Record that backward needs a boundary now, and whether it has to wait for the boundary (`stalled`)."""
         if self._computing is not None:
             self._computing.stop(lambda began, ended: self._window.note_compute(ended - began))
             self._computing = None
@@ -60,15 +63,15 @@ class RecallDepth:
             self._most, self._calm = min(self._most + 1, _MOST_AHEAD), 0
 
     def resume(self) -> None:
-        """Take note that a part of the model computes from now on."""
+        """Begin to measure the computation of a part of the model, which ends when the next boundary is needed."""
         self._computing = self._stopwatch()
 
     def pause(self) -> None:
-        """Take note that the computation from now on is not that of backward."""
+        """Stop the measurement, because a forward begins, whose time must not count as that of a part's backward."""
         self._computing = None
 
     def resize(self, nbytes: int) -> int:
-        """Return how many boundaries of about this size to recall ahead."""
+        """Return how many boundaries of about `nbytes` bytes the caller should recall ahead of their use."""
         self._window.note_fetches(self._recalled_bytes, self._recall_seconds)
         self._units = self._window.resize(nbytes)
         return min(self._units, self._most)
@@ -76,6 +79,6 @@ class RecallDepth:
     def limit(self) -> None:
         """Recall fewer boundaries ahead for a while, because the store has no room for so many.
 
-        The room may be that of another job, which gives it back when it ends.
+        Another job may have the room and give it back when it ends, so the number grows again after a while.
         """
         self._most, self._calm = max(1, min(self._units, self._most) - 1), 0

@@ -3,13 +3,13 @@
 This module owns the choice and the measured times from which it follows. It must never look at a boundary, and all
 ranks choose alike.
 
-[Note: the choice] With "auto" a run begins with boundaries that are kept or moved. If a rank has waited for them in
-more than a twentieth of the time of its steps, or the store has refused some, each second boundary is computed again in
-the steps that follow. What that costs and saves is measured, not computed from bandwidths, because on an accelerator
-the host does not see how long a block computes, and because the store's device is shared. The run goes on in this way
-if these steps took less time, or if the store has refused boundaries, which would take memory of the device; but not if
-the model has none that can be computed again. The ranks exchange their figures twice in a run, and the slowest rank
-counts.
+[Note: the choice] With "auto" a run begins with boundaries that are kept on the device or moved to the store. If a rank
+has waited for them in more than a twentieth of the time of its steps, or the store has refused some, each second
+boundary is computed again in the steps that follow. What the computation costs and saves is measured, not computed from
+bandwidths, because on an accelerator the host does not see how long a block computes, and because the store's device is
+shared. The run goes on computing boundaries again if these steps took less time, or if the store has refused boundaries
+before, because refused boundaries take memory of the device. If the model has no boundaries that can be computed again,
+the run stops trying. The ranks exchange their figures twice in a run, and the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from trainer_client.training.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
-# The steps that are left out before each measurement, because shapes, prefetching and memory settle in them; and the
-# steps that are measured.
+# Before each measurement, _LEFT_OUT_STEPS steps are not counted, because shapes, prefetching and memory settle in them.
+# Then _MEASURED_STEPS steps are measured.
 _LEFT_OUT_STEPS = 2
 _MEASURED_STEPS = 4
-# The part of a step that ranks may wait for boundaries before computing them again is tried.
+# The largest part of a step that ranks may wait for boundaries from the store. If they wait longer, or if the store has
+# no room for a boundary, the run tries to compute boundaries again.
 _TOLERATED_SHARE = 0.05
-# The run goes on with it if a step takes at most this share of a step before, because medians of few steps differ by
-# chance.
+# Computing boundaries again counts as faster if a step then takes less than this share of the time of a step that reads
+# them from the store. The share is below 1, because medians of few steps differ by chance.
 _WORTH_SHARE = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWaits:
-    """A step of this rank.
+    """The measurements of one step on this rank, from which RecomputeChoice chooses.
 
     Attributes:
-        seconds: its duration.
-        waited_seconds: how much of it the rank waited for boundaries.
-        again_bytes: the bytes of the boundaries that were freed, to be computed again.
+        seconds: the duration of the step.
+        waited_seconds: how much of this time the rank waited for boundaries.
+        again_bytes: the bytes of the boundaries that were freed because segments can compute them again.
         is_refused: whether the store has refused boundaries.
     """
 
@@ -55,7 +56,7 @@ class StepWaits:
 
 @dataclass(slots=True)
 class _Measured:
-    """Of the measured steps, the largest median and share of any rank, and what happened on any rank."""
+    """The figures of several steps over all ranks: the largest time and share of any rank, and events on any rank."""
 
     seconds: float
     waited_share: float
@@ -65,10 +66,10 @@ class _Measured:
 
 @dataclass(slots=True)
 class RecomputeChoice:
-    """The choice of one run.
+    """The choice of one run whether boundaries are computed again; `Activations` reads it before each forward.
 
     Attributes:
-        mode: the user's: always, never, or as it turns out.
+        mode: the user's choice: True for always, False for never, "auto" for the choice by measured times.
         collectives: exchange the ranks' figures.
         is_on: whether each second boundary is computed again in the next step.
     """
@@ -85,7 +86,7 @@ class RecomputeChoice:
         self._is_settled = self.mode != "auto"
 
     def end_step(self, step: StepWaits) -> None:
-        """Take note of a step. All ranks must call this."""
+        """Record a step's measurements, and choose if enough steps were measured. All ranks must call this."""
         if self._is_settled:
             return
         self._steps.append(step)

@@ -20,10 +20,10 @@ from trainer_client.training.ranks.collectives import Collectives, PendingRows
 
 
 class ReductionOrder:
-    """The order of one engine's reductions, one backward pass after the other.
+    """The order in which one engine reduces units, agreed on among the ranks anew in each backward pass.
 
     Args:
-        units: how many units there are.
+        units: the number of units of the model.
     """
 
     def __init__(self, units: int, collectives: Collectives) -> None:
@@ -34,7 +34,8 @@ class ReductionOrder:
         self._plan: list[int] = []
         self._over: set[int] = set()
         # The units that were used and whose backward was not over by the end of the last backward pass, because they
-        # ran without gradients or are no part of the loss. They would hold up others again, so they leave the order.
+        # ran without gradients or are no part of the loss. In the next pass the units behind them in the order would
+        # wait for them again, so these units are left out of the order of reductions.
         self._late: frozenset[int] = frozenset()
 
     def begin(self, used: Sequence[int]) -> None:
@@ -65,25 +66,25 @@ class ReductionOrder:
         return self._take(ready)
 
     def finish(self) -> list[int]:
-        """Return the units that are left in the order when backward is over. Other ranks have reduced them, or will."""
+        """Return the rest of the order when backward is over. This rank must reduce these units as other ranks do."""
         self._agree()
         self._late = frozenset(self._used) - self._over
         return self._take(len(self._plan))
 
     def abandon(self) -> None:
-        """Abandon the order, because backward has failed."""
+        """Forget the order of the pass, because backward has failed. It does not wait for other ranks."""
         self._exchange = None
         self._plan = []
 
     def _agree(self) -> None:
-        """Wait for the exchange, and derive the order from it. Idempotent."""
+        """Wait until the ranks have exchanged the units that they used, and derive the order from these. Idempotent."""
         if self._exchange is None:
             return
         exchange, self._exchange = self._exchange, None
         self._plan = reverse_of_first_uses(exchange.wait().tolist())
 
     def _take(self, count: int) -> list[int]:
-        """Return the next units of the order, and remove them from it."""
+        """Return the next `count` units of the order, and remove them from the order."""
         taken, self._plan = self._plan[:count], self._plan[count:]
         return taken
 
@@ -94,7 +95,8 @@ def reverse_of_first_uses(rows: Iterable[Sequence[int]]) -> list[int]:
         reverse_of_first_uses([[1, 2, 0], [2, 1, 3]]) == [1, 0]
 
     Args:
-        rows: for each rank a row, with the place of each unit in the order of first uses from 1 on; 0: not used.
+        rows: for each rank a sequence, with an entry for each unit: 1 if the unit was used first on that rank, 2 if
+            it was the second one, and so on; 0 if the rank did not use the unit.
     """
     first, *others = rows
     common = [unit for unit, order in enumerate(first) if order and all(row[unit] for row in others)]

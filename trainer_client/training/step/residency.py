@@ -23,12 +23,13 @@ from trainer_client.training.step.gather_counters import HIT_SECONDS, GatherCoun
 from trainer_client.training.step.trace import Trace
 from trainer_client.training.step.window import Window
 
-# To grant leases takes the store some milliseconds on a busy processor. A longer wait was one for its NVMe device.
+# A wait for leases counts as a stall only if it is longer than this. The store takes some milliseconds to grant leases
+# on a busy processor. In a longer wait, the store has waited for its NVMe device.
 STALL_SECONDS = 0.005
 
 
 class Part(enum.Enum):
-    """A part of a unit's life in a step."""
+    """The part of a step for which a unit is held: a holder's forward or backward."""
 
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
@@ -36,11 +37,11 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitHolder:
-    """A unit that needs a unit: itself, or another one whose parameters it uses.
+    """The holder of a gathered unit: the unit itself, or another unit that uses its parameters.
 
     Attributes:
-        user: index of the unit that needs it.
-        part: how long it is needed.
+        user: index of the unit that holds.
+        part: the part of the step in which the holder needs the gathered unit.
     """
 
     user: int
@@ -48,16 +49,18 @@ class UnitHolder:
 
 
 class Residency:
-    """The residency of all units of one engine.
+    """The residency of all units of one engine: gathers units for their holders, and releases them afterwards.
+
+    The hooks say which unit needs which; see UnitHolder.
 
     Args:
         prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
-        kept_elements: how many elements may be gathered for a unit without a holder to stay, because it is used again
-            in this step; those of held units count too. None: no unit stays without a holder.
+        kept_elements: a unit without a holder stays gathered for its next use while at most so many elements are
+            gathered, those of held units included. None: no unit stays without a holder.
         is_alone: whether no other rank uses the store. If others do, units that only pass through the store's host
             memory are copied instead of mapped: ranks that hold leases on different units while they compute could wait
             for each other's room.
-        recorder: takes note of how long gathers take, and what is computed between them.
+        recorder: records how long gathers take, and which unit's code runs between them.
         stopwatch: begins to measure the computation between two uses of units.
 
     Attributes:
@@ -84,16 +87,19 @@ class Residency:
         self._holders: list[set[UnitHolder]] = [set() for _ in units]
         self._held_by: dict[UnitHolder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
-        # The units that are mapped, and whose parameters do not live in the store's host memory.
+        # The units whose parameters lie directly in leased memory of the store at the moment (mapped), while the store
+        # has these bytes in host memory only for a time. Their number is limited, so that the store has room for the
+        # leases of other units.
         self._transient: list[Unit] = []
-        # The unit whose leases were asked for before its use.
+        # The unit whose leases were requested before its use; None if no unit's leases were.
         self._ahead: Unit | None = None
-        # The units whose next use this rank has announced to the store, and that were not used since.
+        # The units whose next use this rank has announced to the store, and that this rank has not used since then.
         self._announced: set[int] = set()
         self._was_gathered: set[int] = set()
         self._window = Window()
         self._stopwatch = stopwatch
-        # It runs since the last unit was gathered; None if the time since is not compute time.
+        # The stopwatch that measures the compute time since the last unit was gathered. None if the trainer has done
+        # other work since then, because the time would not be compute time only.
         self._computing: Stopwatch | None = None
         sizes = [unit.partition_bytes for unit in units if unit.partition_bytes]
         self._usual_bytes = int(median(sizes)) if sizes else 0
@@ -105,8 +111,8 @@ class Residency:
 
         All ranks must call this, unless gathers are one-sided.
 
-        If the unit has no holder yet, this is a use: it is noted in `trace`, and the unit that is used next is asked
-        for.
+        If the unit has no holder yet, the call counts as a use of the unit: `trace` records the use, and this rank
+        asks for the leases of the unit that is used next.
         """
         if self._holders[unit.index] and unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             self.share(unit, holder)
@@ -122,8 +128,9 @@ class Residency:
         self.share(unit, holder)
         following = next(trace.upcoming(), None)
         if following is not None:
-            # The leases of the next unit are asked for now, so that its bytes are there when it is used. `upcoming`
-            # ends with the step, because leases beyond it would be on the versions before the update.
+            # The leases of the next unit are requested now, so that its bytes are in host memory when it is used. The
+            # uses in `upcoming` end with the step, because a lease beyond the update would be on the versions before
+            # the update.
             self._start_ahead(self._units[following[0]], following[1], trace)
         self.prefetch(trace)
         self._computing = self._stopwatch()
@@ -143,13 +150,13 @@ class Residency:
         """Check that the script has not changed the parameters of gathered units in place.
 
         Raises:
-            InPlaceChangeError: it has, and the change would be lost.
+            InPlaceChangeError: the script has changed them, and the change would be lost.
         """
         for unit in self._units:
             unit.require_unchanged()
 
     def share(self, unit: Unit, holder: UnitHolder) -> None:
-        """Keep a unit that is gathered already until `holder` ends its hold."""
+        """Keep a unit that is gathered already until `holder` ends its hold, too. This is no new use of the unit."""
         self._holders[unit.index].add(holder)
         self._held_by.setdefault(holder, set()).add(unit.index)
 
@@ -172,7 +179,7 @@ class Residency:
     def release_all(self, *, keep: bool = False) -> None:
         """End all holds, and release all units, also those whose gather was only begun.
 
-        With `keep`, gathered units stay within the limit.
+        With `keep`, units stay gathered for their next use as far as the limit `kept_elements` allows.
         """
         self._held_by.clear()
         for holders in self._holders:
@@ -185,13 +192,14 @@ class Residency:
                     every.callback(unit.release)
 
     def holds(self) -> frozenset[tuple[UnitHolder, int]]:
-        """Return who holds which unit now, for `go_back_to`."""
+        """Return the present (holder, index of the held unit) pairs, for `go_back_to`."""
         return frozenset((holder, index) for holder, indices in self._held_by.items() for index in indices)
 
     def go_back_to(self, holds: Set[tuple[UnitHolder, int]]) -> None:
         """End all holds that are not in `holds`, after a failure.
 
-        Release the units that have no holder then, and the leases that were requested before a use.
+        Then release the units that have no holder any more, and also leases that were requested ahead for a unit which
+        was not used yet.
         """
         for holder, index in self.holds() - holds:
             self._held_by[holder].discard(index)
@@ -205,12 +213,13 @@ class Residency:
     def prefetch(self, *traces: Trace) -> None:
         """Announce to the store which units are used next in the traces, unless this rank has done so already."""
         if not self._has_transient and len(self._was_gathered) == self._leased_units:
-            return  # All leased units are in the store's host memory for good.
+            return  # All leased units are in the store's host memory for good, so there is nothing to announce.
         self._window.note_fetches(*self._store.fetched)
         ahead = self._window.resize(self._usual_bytes)
         wants: list[tuple[Unit, int]] = []
         budget = self._prefetch_bytes
-        # A message announces twice as many units as necessary, so that it serves for several uses.
+        # This rank announces twice as many units as the store should fetch ahead, so that one message serves for
+        # several uses.
         for unit, position in islice(self._to_announce(traces), 2 * ahead):
             budget -= unit.partition_bytes
             if budget < 0:
@@ -221,9 +230,10 @@ class Residency:
             self._store.prefetch((slab, position) for unit, position in wants for slab in unit.slabs())
 
     def pause(self) -> None:
-        """Do not count the time from now to the next use as a unit's compute time."""
+        """Do not count the time from now to the next use as a unit's compute time, because other code runs."""
         if self._computing is not None:
-            # This is a part of a unit's compute time, so it says nothing about the time between two uses.
+            # The stopwatch has measured only a part of the time between two uses of units, so that part is recorded as
+            # compute time but not noted in the prefetch window.
             self._computing.stop(partial(self._recorder.computed, self._recorder.phase))
             self._computing = None
 
@@ -234,20 +244,21 @@ class Residency:
     def _is_predicted(self, unit: Unit, trace: Trace) -> bool:
         """Return whether this rank has announced this use of the unit to the store, or had no need to.
 
-        It has no need to if the unit is expected and lives in the store's host memory.
+        A unit that is expected and lives in the store's host memory need not be announced, because it is there already.
         """
         if unit.state is UnitState.FETCHING or unit.index in self._announced:
             return True
         return not unit.transient_host_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
 
     def _gather(self, unit: Unit, position: int, trace: Trace, *, predicted: bool) -> None:
-        """Make the unit's parameters whole, and count the cost."""
+        """Make the unit's parameters whole, and add the waits and bytes of this gather to `counters`."""
         next_use = trace.next_use(unit.index)
         if unit.state in (UnitState.GATHERED, UnitState.MAPPED_IDLE, UnitState.RESIDENT):
             unit.wait_gather(next_use)
             return
         if self._ahead is not None and self._ahead is not unit:
-            # Another unit is used first, and the store may have no room for the leases of both.
+            # This unit is used before the one that the trace expected. The store may have no room for the leases of
+            # both units, so the leases of the expected unit are released.
             self._ahead.release()
         self._ahead = None
         self._announced.discard(unit.index)
@@ -293,7 +304,7 @@ class Residency:
             self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 
     def _release_if_idle(self, unit: Unit, trace: Trace | None) -> None:
-        """Release the unit, unless it has a holder or fits into the limit."""
+        """Release the unit, unless it has a holder or the limit `kept_elements` allows it to stay for its next use."""
         if not self._holders[unit.index] and not (
             self._kept_elements is not None and self._gathered_elements() <= self._kept_elements
         ):
@@ -307,7 +318,7 @@ class Residency:
             unit.release()
 
     def _make_room(self, unit: Unit, trace: Trace) -> None:
-        """Release units without a holder until `unit` fits into the limit, first the one that is needed last.
+        """Release units without a holder until `unit` fits into `kept_elements`, first the unit that is needed last.
 
         Held units stay, so a unit that is larger than the limit is admitted, alone with the held ones.
         """
@@ -324,7 +335,7 @@ class Residency:
         return sum(unit.elements for unit in self._units if unit.state is UnitState.GATHERED)
 
     def _to_announce(self, traces: Sequence[Trace]) -> Iterator[tuple[Unit, int]]:
-        """Yield the units that the traces use next and that the store can make ready, each once, the traces in turn."""
+        """Yield (unit, position) for the next uses in the traces that the store can make ready, each unit once."""
         seen: set[int] = set()
         for following in zip_longest(*map(self._following, traces)):
             for unit, position in filter(None, following):
@@ -333,7 +344,7 @@ class Residency:
                     yield unit, position
 
     def _following(self, trace: Trace) -> Iterator[tuple[Unit, int]]:
-        """Yield the uses in the rest of the sequence, then those in its next repetition.
+        """Yield (unit, position) for the uses in the rest of the trace's sequence, then in its next repetition.
 
         Units that an update is about to replace are left out.
         """
@@ -348,13 +359,14 @@ class Residency:
 
     def _can_be_made_ready(self, unit: Unit) -> bool:
         """Return whether the store can fetch bytes of the unit ahead of its use."""
-        # A unit that lives in the store's host memory is there for good once it was used.
+        # A unit with a permanent place in the store's host memory stays there after its first use, so the store need
+        # not fetch it.
         is_elsewhere = unit.transient_host_bytes > 0 or unit.index not in self._was_gathered
         return unit.state is UnitState.SHARDED and unit.partition_bytes > 0 and is_elsewhere
 
 
 def _reuse(unit: Unit, position: int, trace: Trace) -> Reuse:
-    """Return when the bytes that a unit's use at `position` reads are needed again."""
+    """Return when the store needs the bytes again that a unit's use at `position` reads, so that it keeps or evicts."""
     return Reuse(
         before_update=trace.use_after(unit.index, position, before_update=True),
         at_all=trace.use_after(unit.index, position, before_update=False),

@@ -10,11 +10,11 @@ enclose, or a partial of one of these. If a checkpoint encloses another function
 do more, such as set a flag of the module, so the module is no segment. A checkpoint within the module's forward may
 enclose any function, because the whole forward runs again. A module in a reentrant checkpoint is no segment, because
 torch does not show its functions, nor is one in a checkpoint with contexts of the user's. The checkpoint must have
-saved all inputs with gradients, so that a segment holds no tensor of this size that torch would free.
+saved all inputs with gradients, so that keeping a segment's inputs keeps no activation in memory that torch would free.
 
-[Note: the same values] A segment runs again as torch.utils.checkpoint runs it: with gradients, because torch chooses
-other kernels without them, within a checkpoint, so that it keeps nothing for a backward pass, and with the generators,
-autocast and default device of its first forward.
+[Note: the same values] A segment runs again as torch.utils.checkpoint runs it. It runs with gradients, because torch
+chooses other kernels without them. It runs within a checkpoint, so that it keeps nothing for a backward pass. And it
+runs with the generators, autocast and default device of its first forward.
 
 [Note: segments and ranks] Where a unit is gathered by all ranks together, all of them must run the same segments again.
 So which modules are segments, and which boundaries they can compute, follows from the order of the model's calls and
@@ -44,19 +44,19 @@ from trainer_client.training.model.transforms import is_transformed
 from trainer_client.training.step.boundary import Again, Key, Saved
 from trainer_client.training.step.tensor_tree import TensorTree
 
-# A module's call has several names in torch.
+# The functions by which a checkpoint may call the module that it encloses. Each of them makes the module a segment.
 _CALLS = (nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl)
 
-# A tensor by the key of its bytes, its first element, its shape and its strides.
+# Identifies a tensor: the key of its bytes, its first element, its shape and its strides.
 _Place = tuple[Key, int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input tensor of a segment.
+    """An input tensor of a segment, from which the tensor is made again when the segment runs again.
 
     Attributes:
-        packed: what the owner of the boundaries keeps for the tensor.
+        packed: the object that the owner of the boundaries keeps for the tensor, such as a view of a boundary.
         requires_grad: whether autograd follows it.
     """
 
@@ -95,7 +95,7 @@ class _Surroundings:
         )
 
     def restore(self, restored: ExitStack) -> None:
-        """Set all of it until `restored` ends."""
+        """Set generators, autocast and default device as they were in the forward, until `restored` is closed."""
         restored.enter_context(torch.random.fork_rng(self.device_numbers, device_type=self.device.type))
         self.restore_generators()
         for kind, (enabled, dtype, caches) in self.autocast.items():
@@ -104,7 +104,7 @@ class _Surroundings:
             restored.enter_context(self.default_device)
 
     def restore_generators(self) -> None:
-        """Set the random generators."""
+        """Set the random generators to their states at the beginning of the forward."""
         torch.set_rng_state(self.cpu_state)
         set_device_states(self.device_numbers, self.device_states, device_type=self.device.type)
 
@@ -114,9 +114,9 @@ class Segment:
     """A forward of a segment, which can be run again.
 
     Attributes:
-        module: the module.
+        module: the module that runs again.
         inputs: its positional and keyword arguments, with an Input in the place of each tensor.
-        surroundings: what else its result depends on.
+        surroundings: the states of random generators and autocast, which the result depends on, too.
         outputs: its output tensors with their versions; None in the place of one that cannot be computed again.
     """
 
@@ -145,9 +145,10 @@ class _Checkpoints:
     """What torch's checkpoints have done since the forward of a watched module ended.
 
     Attributes:
-        function: the function that the last one encloses; None: there was none, or torch does not show it.
-        caller: the forward that has called the last one; None: no watched module's.
-        saved: the places of the tensors that they have saved.
+        function: the function that the last checkpoint encloses; None: there was no checkpoint, or torch does not show
+            it.
+        caller: the forward of a watched module that has called the last checkpoint; None: no such forward.
+        saved: the places of the tensors that the checkpoints have saved.
     """
 
     function: Any = None
@@ -156,10 +157,10 @@ class _Checkpoints:
 
 
 class Segments:
-    """Watches modules, and knows the newest segment.
+    """Watches the forwards of modules, and returns for a boundary what computes it again; see `note_saved`.
 
     Attributes:
-        is_watching: whether segments are noted.
+        is_watching: whether forwards are recorded as segments. If not, no boundary can be computed again.
     """
 
     def __init__(
@@ -169,11 +170,11 @@ class Segments:
         pack: Callable[[torch.Tensor], Any],
         key_of: Callable[[torch.Tensor], Key | None],
     ) -> None:
-        """Watch no module yet.
+        """Begin without modules; `watch` adds them.
 
         Args:
             device: the device of the model.
-            pack: returns what is kept for an input of a segment.
+            pack: returns the object that is kept for an input of a segment.
             key_of: returns the identity of the bytes of a tensor; None for one that can be no boundary.
         """
         self.is_watching = False
@@ -183,7 +184,8 @@ class Segments:
         self._checkpoints = _Checkpoints()
         self._running: _Forward | None = None
         self._newest: Segment | None = None
-        # The segment that is run again with its inputs, and its output tensors once it has returned.
+        # `_repeated`: the segment that is being run again, with its inputs; None if no segment is. `_results`: the
+        # output tensors of that segment once it has returned.
         self._repeated: tuple[Segment, tuple[Any, Any]] | None = None
         self._results: tuple[torch.Tensor, ...] = ()
         self._handles: list[RemovableHandle] = []
@@ -194,21 +196,22 @@ class Segments:
         return self._repeated is not None
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Note the forwards of these modules that are segments; see [Note: which modules are segments]."""
+        """Find which forwards of these modules are segments, by hooks; see [Note: which modules are segments]."""
         watched = frozenset(modules)
         enter, leave = (torch.compiler.disable(only_for(watched, hook)) for hook in (self._enter, self._leave))
         for module in watched:
-            # The first hook comes before those of the user, which may change the inputs and are called again.
+            # The pre-hook `enter` is called before the user's pre-hooks. These may change the inputs, and are called
+            # again when the segment runs again, so the inputs are noted before they are changed.
             self._handles += [
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(leave),
             ]
 
     def note_saved(self, tensor: torch.Tensor, checkpoint: FrameType) -> Again | None:
-        """Take note of a tensor that the checkpoint of a frame saves, and return what computes the tensor again.
+        """Record a tensor that the checkpoint of a frame saves, and return a function that computes the tensor again.
 
-        It is None if the tensor is no output of the newest segment, or an input of that segment is to be computed again
-        itself. A segment computes only one of its outputs again.
+        Return None if the tensor is no output of the newest segment, or if an input of that segment is to be computed
+        again itself. A segment computes only one of its outputs again.
         """
         self._checkpoints.function, self._checkpoints.caller = _function_of(checkpoint), self._running
         segment, place = self._newest, self._place_of(tensor)
@@ -224,12 +227,12 @@ class Segments:
         return partial(self._run, segment, number)
 
     def forget(self) -> None:
-        """Forget the newest segment, because the forward is over."""
+        """Forget the newest segment, because the forward is over, so that no later tensor is taken for its output."""
         self._checkpoints = _Checkpoints()
         self._running = self._newest = None
 
     def close(self) -> None:
-        """Watch no module any more. Idempotent."""
+        """Remove the hooks from all watched modules. Idempotent."""
         self.forget()
         for handle in self._handles:
             handle.remove()
@@ -238,16 +241,19 @@ class Segments:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._repeated is not None and self._repeated[0].module is module:
             segment, inputs = self._repeated
-            # A hook that is called before this one has changed these inputs in the first forward already, and may have
-            # drawn random numbers.
+            # In the first forward, `_enter` has noted the inputs after the hooks that torch calls before it. Now torch
+            # has called these hooks again, so they may have changed the inputs a second time and drawn random numbers.
+            # So the noted inputs are used, and the random generators are set back.
             segment.surroundings.restore_generators()
             return inputs
         if not self.is_watching or is_transformed():
             return None
         self._running = None
-        # torch would see a released parameter being used if this looked at it.
+        # Parameters are not among the tensors whose version counters are noted, because the hooks would take reading
+        # the version counter of a released parameter for a use of the parameter.
         tensors = [each for each in TensorTree.of((args, kwargs)).tensors if not isinstance(each, nn.Parameter)]
-        # Tensors of inference mode have no versions.
+        # Tensors that were made in inference mode have no version counters to compare later. So a forward with such
+        # inputs is not noted, and does not become a segment.
         if torch.is_grad_enabled() and not any(tensor.is_inference() for tensor in tensors):
             self._running = _Forward(
                 module=module,
@@ -278,7 +284,7 @@ class Segments:
         return checkpoints.saved.issuperset(map(self._place_of, followed))
 
     def _segment_of(self, forward: _Forward, output: Any) -> Segment:
-        """Return the segment of a forward. It can compute each tensor of `output` again that was no input."""
+        """Return the record of a forward as a segment, which can compute each tensor of `output` that was no input."""
         given = {self._place_of(tensor) for tensor, _ in forward.tensors}
         tensors = TensorTree.of(output).tensors
         places = map(self._place_of, tensors)
@@ -315,7 +321,8 @@ class Segments:
             with ExitStack() as restored:
                 segment.surroundings.restore(restored)
                 restored.enter_context(torch.enable_grad())
-                # The class may have a `__call__` of its own, which was called before the hook that noted the inputs.
+                # The module's class may have a `__call__` of its own. That method ran before the hook that noted the
+                # inputs, and must not change the inputs twice. So `nn.Module.__call__` is called instead of it.
                 checkpoint(partial(nn.Module.__call__, segment.module, **kwargs), *args, use_reentrant=False)
             return self._results[number]
         finally:
@@ -326,8 +333,8 @@ def _function_of(checkpoint: FrameType) -> Any:
     """Return the function that a checkpoint of torch encloses; None if it is reentrant, or has contexts of the user's.
 
     Args:
-        checkpoint: a frame of torch's checkpoints. It is called by torch's function whose arguments have the names that
-            are used here. With a torch that names them otherwise, no module is a segment.
+        checkpoint: a frame of torch's checkpoints. One of its callers is the function of torch that has the arguments
+            `fn` and `context_fn`. If a version of torch gives these arguments other names, no module is a segment.
     """
     frame: FrameType | None = checkpoint
     while frame is not None and frame.f_code.co_filename == checkpoint.f_code.co_filename:
@@ -350,7 +357,7 @@ def _is_call_of(function: Any, module: nn.Module) -> bool:
 
 
 def _number_of(tensor: torch.Tensor, segment: Segment) -> int | None:
-    """Return the number of the output that a tensor is, as the segment has returned it; None if it is none."""
+    """Return which of the segment's outputs a tensor is, counted from 0; None if it is none, or was changed since."""
     for number, output in enumerate(segment.outputs):
         if output is not None and output[0]() is tensor and output[1] == tensor._version:
             return number

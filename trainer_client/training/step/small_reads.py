@@ -1,17 +1,17 @@
 """Reads of small parameters outside of the model's forward, as DeepSpeed's stage 3 allows them.
 
 DeepSpeed keeps parameters of up to `stage3_param_persistence_threshold` elements whole, and at most
-`stage3_model_persistence_threshold` elements of them, so that scripts read them as `model.scale.item()`. Here the
-partitions that have such a parameter are read for the one function of torch that is given it. Nothing stays gathered
-for that, so steps cost what they cost without, and a read sees the last step.
+`stage3_model_persistence_threshold` elements of them, so that scripts read them as `model.scale.item()`. Here, when a
+function of torch is given such a parameter, the partitions that have it are read for this one call. Nothing stays
+gathered, so steps cost no more than without such reads, and a read sees the values of the last step.
 
-This module owns which parameters may be read so, and what a read may return. It must never let a change be lost: what
-would change the copy that was read, or return memory of it, is refused as for a large parameter. It must never wait for
-a call of another rank, because scripts read on rank 0 alone, as for a line of the log.
+This module owns which parameters may be read so, and what a read may return. It must never let a change be lost: a
+function that would change the copy that was read, or return memory of it, is refused as for a large parameter. It must
+never wait for a call of another rank, because scripts read on rank 0 alone, as for a line of the log.
 
-[Note: the step that is read] A rank may read the partition of another one before that has handed its gradient over. So,
-unless the ranks meet at the end of each step (one-sided gathers), a read waits for the commit of the last step, for
-which all ranks have voted in their own `step()`.
+[Note: the step that is read] A rank may read the partition of another rank before that rank has handed its gradient
+over. With one-sided gathers the ranks meet at the end of each step, so this cannot happen. With other gathers a read
+waits for the commit of the last step, for which all ranks have voted in their own `step()`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from trainer_client.training.model.flat_group import FlatGroup
 from trainer_client.training.model.parameters import ModelParameter
 from trainer_client.training.model.transforms import outside_of_transforms
 
-# The types that a read may return, besides new tensors. An array of numpy would have the memory of the copy.
+# The types that a function of torch may return for a read of a small parameter, besides new tensors. Arrays of numpy
+# are not allowed, because they would share the memory of the temporary copy that the function has read.
 _VALUES = (bool, int, float, complex, str, type(None))
 
 
 class SmallReads:
-    """The reads of one engine.
+    """The reads of small parameters outside of forwards, for one engine. The hooks ask it before each read.
 
     Args:
-        parameters: all parameters, in the model's order; none if the ranks of the job use several stores.
-        largest: the most elements of a parameter that may be read.
-        total: the most elements of all such parameters together; those that come first count first.
+        parameters: all parameters, in the model's order; none if the ranks of the job use several stores, because
+            then nothing may be read.
+        largest: a parameter with more elements may not be read.
+        total: the most elements of all parameters that may be read, counted in the order of `parameters`.
         store: this rank's store.
         world_size: the number of ranks.
         wait_for_step: waits until the store has the last step of all ranks, and returns whether it has it.
@@ -67,12 +69,13 @@ class SmallReads:
                 self._small.add(id(parameter.tensor))
 
     def allows(self, parameter: ModelParameter, function: str) -> bool:
-        """Return whether a function may be given the parameter's values outside of a forward."""
-        # A change of `parameter.data` counts for no version of the tensor, so it would be lost unseen.
+        """Return whether `function` of torch may read the parameter's values outside of a forward."""
+        # A change through `parameter.data` does not increase the version counter of the tensor. So the engine would not
+        # notice the change, and it would be lost.
         return id(parameter.tensor) in self._small and function != "data"
 
     def end(self) -> None:
-        """Allow no read any more, because the engine ends."""
+        """Refuse all reads from now on, because the engine ends."""
         self._small.clear()
 
     @contextmanager
@@ -122,7 +125,7 @@ class SmallReads:
 
 
 def _is_new(leaf: Any, address: int) -> bool:
-    """Return whether a part of a result is a value, or a tensor that needs no memory at `address`."""
+    """Return whether a part of a function's result is no tensor, or a tensor that does not use memory at `address`."""
     if isinstance(leaf, torch.Tensor):
         return not leaf.requires_grad and leaf.untyped_storage().data_ptr() != address
     return isinstance(leaf, _VALUES)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
-# The attributes that every module has: its parameters, buffers, hooks and others, none of which is a result.
+# The attributes that every module has: its parameters, buffers, hooks and others. None of them is a result of a
+# forward, so they are not searched for tensors.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 _MAY_HAVE_TENSORS = (torch.Tensor, list, tuple, dict)
@@ -23,7 +24,7 @@ _MAY_HAVE_TENSORS = (torch.Tensor, list, tuple, dict)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTree:
-    """The tensors in a value.
+    """The tensors that were found in a module's inputs or outputs, so that the hooks can watch their gradients.
 
     Attributes:
         tensors: all tensors that were found, in containers that torch's pytrees know and in dataclasses, at any depth.
@@ -35,21 +36,21 @@ class TensorTree:
 
     @classmethod
     def of(cls, values: Any) -> TensorTree:
-        """Return the tensors in `values`."""
+        """Return the tensors in `values`, at any depth of containers and dataclasses."""
         leaves = list(_leaves(values))
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         hides_some = any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
         return cls(tensors=tensors, hides_some=hides_some)
 
     def requiring_grad(self) -> list[torch.Tensor]:
-        """Return the tensors that require a gradient."""
+        """Return those of the tensors that require a gradient, in the order of `tensors`."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
 def computed_attributes(modules: Iterable[nn.Module], since: int) -> list[torch.Tensor]:
-    """Return the tensors among the attributes of modules that autograd's nodes have made from number `since` on.
+    """Return the attributes of modules that are tensors made by autograd's node number `since` or a later one.
 
-    An attribute may also be a list, a tuple or a dict that ends in such tensors.
+    An attribute may also be a list, a tuple or a dict whose last elements are such tensors.
     """
     is_recent = partial(_is_made_by, since)
     return [
@@ -62,7 +63,7 @@ def computed_attributes(modules: Iterable[nn.Module], since: int) -> list[torch.
 
 
 def _values(attribute: Any) -> Sequence[Any]:
-    """Return what may be tensors in an attribute of a type of _MAY_HAVE_TENSORS."""
+    """Return the values in a module's attribute that may be tensors: its elements, or the attribute itself."""
     if isinstance(attribute, dict):
         return tuple(attribute.values())
     return (attribute,) if isinstance(attribute, torch.Tensor) else attribute
@@ -77,7 +78,8 @@ def _leaves(values: Any) -> Iterator[Any]:
     """Yield the leaves of a pytree, and those of the dataclasses in it."""
     for leaf in tree_leaves(values):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            # The fields are read one by one, because a dataclass may be built without all of its fields.
+            # The fields of a dataclass are read one by one, and missing ones are skipped, because a dataclass may be
+            # built without all of its fields.
             for field in dataclasses.fields(leaf):
                 yield from _leaves(getattr(leaf, field.name, None))
         else:

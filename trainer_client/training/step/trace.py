@@ -1,4 +1,4 @@
-"""The order in which a step uses its units. Once recorded, it tells which unit comes next and when one is needed.
+"""The order in which a step uses its units. Once recorded, it tells which unit comes next, and when.
 
 This module owns the recorded order. It must never raise or lose its knowledge because a step deviates from the last
 one: a unit that is skipped, repeated or new only moves the cursor, and the uses of this step become the expectation of
@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 
-# The number of repetitions in a row without a use after which a unit is not expected any more.
+# A unit is not expected any more after this many repetitions of the trace in a row in which it was not used.
 FORGOTTEN_AFTER = 8
 
 
@@ -23,7 +23,7 @@ class Clock:
         self.now = now
 
     def go_on_from(self, now: int) -> None:
-        """Continue from the reading that a commit carried."""
+        """Set the clock to the reading `now` that a commit carried, so that positions go on growing after a resume."""
         self.now = now
 
 
@@ -35,21 +35,23 @@ class Trace:
     """
 
     def __init__(self, clock: Clock, *, amid: Trace | None = None) -> None:
-        """Begin with no expectation.
+        """Begin with no recorded order, so that no next unit is known before the first `end`.
 
         Args:
-            amid: for a sequence that does not end in an update, the sequence that goes on when it is over.
+            amid: for a sequence that does not end in an update, such as an inference, the sequence that goes on when
+                this one is over: the training step.
         """
         self.ends_in_update = amid is None
         self._amid = amid
         self._clock = clock
         self._expected: list[int] = []
-        # For each expected unit its indices in _expected, ascending.
+        # Maps each expected unit to the indices of its uses in `_expected`, in ascending order.
         self._places: dict[int, list[int]] = {}
-        # The index of the next expected use.
+        # The index of the next expected use in `_expected`.
         self._cursor = 0
         self._used: list[int] = []
-        # For each expected unit that was missing, the number of repetitions in a row without a use.
+        # For each expected unit that was not used in the last repetition of the trace: the number of repetitions in a
+        # row without a use.
         self._missed: dict[int, int] = {}
 
     def use(self, unit: int) -> int:
@@ -59,27 +61,27 @@ class Trace:
         places = self._places.get(unit, [])
         following = bisect_left(places, self._cursor)
         if following < len(places):
-            # The uses in between were skipped in this step. A unit that is not expected from here on leaves the cursor
-            # where it is.
+            # The expected uses before this one were skipped in this step, so the cursor moves past them. If the unit is
+            # not expected at or after the cursor, the cursor stays where it is.
             self._cursor = places[following] + 1
         return self._clock.now
 
     def mark(self) -> tuple[int, int]:
-        """Return where the sequence is, for `rewind`."""
+        """Return the present place in the sequence, to which `rewind` goes back if a forward fails."""
         return self._cursor, len(self._used)
 
     def rewind(self, mark: tuple[int, int]) -> None:
-        """Forget the uses since `mark`, because what used the units has failed and will be repeated."""
+        """Forget the uses since `mark`, because the forward that used the units has failed and may be repeated."""
         self._cursor, used = mark
         del self._used[used:]
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """Yield the expected rest of the sequence as (unit, position). Ends where the sequence ends."""
+        """Yield (unit, position) for each use that is expected before this sequence ends."""
         for index in range(self._cursor, len(self._expected)):
             yield self._expected[index], self._clock.now + 1 + index - self._cursor
 
     def after_end(self) -> Iterator[tuple[int, int]]:
-        """Yield the uses of the next repetition as (unit, position), which come after the expected rest of this one."""
+        """Yield (unit, position) for each use that is expected in the next repetition of the sequence."""
         rest = len(self._expected) - self._cursor
         for distance, unit in enumerate(self._expected, start=rest + 1):
             yield unit, self._clock.now + distance
@@ -107,11 +109,12 @@ class Trace:
         Uses that follow each other at once count as one, because the unit stays gathered from one to the next.
 
         Args:
-            unit: the unit.
-            position: of its present use, or of its next one.
-            before_update: leave out the uses after the next update of the trainable parameters.
+            unit: the index of the unit.
+            position: the position of the unit's present use, or of its next one.
+            before_update: whether uses after the next update of the trainable parameters do not count, because these
+                uses need other bytes than the use at `position`.
         """
-        # The index in _expected of the use at `position`.
+        # The index in `_expected` of the use at `position`.
         index = self._cursor + position - self._clock.now - 1
         places = self._places.get(unit, [])
         following, last = bisect_left(places, index + 1), index
@@ -153,7 +156,7 @@ class Trace:
 
 
 def _with_missed(missed: Set[int], expected: Sequence[int], used: Sequence[int]) -> list[int]:
-    """Return the uses, and each of the `missed` units after the use that it was expected after.
+    """Return `used` with each of the `missed` units inserted after the use that came before it in `expected`.
 
     _with_missed({7}, expected=[0, 7, 1], used=[0, 1, 2]) == [0, 7, 1, 2]
     """
@@ -161,9 +164,10 @@ def _with_missed(missed: Set[int], expected: Sequence[int], used: Sequence[int])
         return list(used)
     uses = Counter(used)
     seen: Counter[int] = Counter()
-    # Missed units by the use that they come after: (unit, 1-based number of its use in the step).
+    # The missed units, by the use that they come after in the expected order. A use is given as (unit, 1-based number
+    # of its use in the step).
     after: dict[tuple[int, int], list[int]] = {}
-    place = (-1, 0)  # This place is before all uses.
+    place = (-1, 0)  # The key for missed units that come before all uses.
     for unit in expected:
         if unit in missed:
             after.setdefault(place, []).append(unit)

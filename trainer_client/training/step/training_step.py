@@ -25,9 +25,10 @@ from trainer_client.training.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 
-# The same as in torch.nn.utils.clip_grad_norm_.
+# The epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm of the gradient before it divides by the norm.
 _CLIP_EPSILON = 1e-6
-# A larger limit of elements clips nothing, because elements are fp32; torch and the store refuse it.
+# A larger `clip_value` than this one clips no gradient, because elements are fp32. torch and the store refuse such a
+# value, so a larger `clip_value` is replaced by None.
 _LARGEST_LIMIT = torch.finfo(torch.float32).max
 
 
@@ -46,7 +47,7 @@ class Clipping:
     def factor(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the factor (0-D, fp32) by which clipping by norm multiplies gradients of this norm.
 
-        It is computed as in `clip_grad_norm_`.
+        The factor is computed as in torch's `clip_grad_norm_`.
         """
         if self.norm > 0:
             return torch.clamp(self.norm / (norm + _CLIP_EPSILON), max=1.0)
@@ -54,21 +55,22 @@ class Clipping:
 
 
 class TrainingStep:
-    """The training steps of one engine, one at a time.
+    """Makes the training steps of one engine, one at a time: measures and clips the gradient, and updates the states.
 
     Args:
         early: the early updates, the same object that `gradients` and `updates` have.
-        changes: what the script changes in place.
+        changes: finds the parameters that the script has changed in place.
         begins_early: whether the store may begin with updates in the backward pass.
         parameters: how many parameters the model has.
-        required: the parameters of which a step must have a gradient, as long as they are trained.
+        required: the parameters of which a step must have a gradient, as long as they are trained. If one has none on
+            any rank, `make` raises UnusedParameterError.
 
     Attributes:
         update_counts: for each parameter of the model, how often it was updated so far.
         skipped: how many steps were skipped because the gradient was not finite.
-        skipped_in_row: how many of them since the last step that was made.
+        skipped_in_row: how many steps were skipped since the last step that was made.
         gradient_norm: the norm of the last step's gradient over all ranks, before clipping; None before the first step.
-        made_norm: this norm of the last step that was made and not skipped; 0 if there was none.
+        made_norm: the same norm, of the last step that was made and not skipped; 0 if there was none.
     """
 
     def __init__(
@@ -99,28 +101,33 @@ class TrainingStep:
         self._changes = changes
         self._begins_early = begins_early
         self._required = required
-        # The clipping that the user has chosen for the step under way; None if it is the config's. The last step's
-        # tells what to foresee for the next one.
+        # The clipping that the user has chosen for the step under way; None if the user has chosen none, so that the
+        # config's clipping is used.
         self._chosen: Clipping | None = None
+        # The clipping of the last step. `begin_backward` assumes that the next step is clipped in the same way, so that
+        # its update can begin early.
         self._last = clipping
-        # Whether the last step's gradient was clipped by its norm. If so, the next one's scale cannot be foreseen.
+        # Whether the gradient of the last step was clipped by its norm. If so, the next one will probably be clipped,
+        # too, by a factor that is known only after the backward pass. So no update begins early.
         self._clips = clipping.norm > 0
 
     def go_on_from(self, *, update_counts: Sequence[int], skipped: int, skipped_in_row: int) -> None:
-        """Continue from the counts that a commit carried."""
+        """Set the counts of updates and skipped steps to those that a commit carried, because a run resumes from it."""
         self.update_counts = list(update_counts)
         self.skipped = skipped
         self.skipped_in_row = skipped_in_row
 
     def begin_backward(self, step: int, *, is_last: bool) -> None:
-        """Foresee the update of `step`, because a backward pass of it begins.
+        """Foresee the update of `step`, so that the store can begin with it in the backward pass that begins now.
 
         Args:
-            is_last: whether it is the last one of the step, and reduces gradients as the backwards of units end.
+            is_last: whether the pass is the last one of the step, and reduces gradients as the backwards of units end.
+                If not, the store begins with no update in this pass.
         """
         rule = None
-        # The script's changes in place are put into the store when the step is made, so an update that begins before
-        # has to be withdrawn then. A final one cannot be.
+        # The changes that the script has made to parameters in place are put into the store when the step is made, and
+        # an early update of a changed parameter is withdrawn then. A final early update cannot be withdrawn, so no
+        # final early update begins while there are such changes.
         begins_early = is_last and self._begins_early and not self._clips and self._can_update()
         if begins_early and not (self._early.are_final and self._changes.find_own()):
             group_of = self._optimizer.groups_of_parameters()
@@ -188,17 +195,17 @@ class TrainingStep:
         return float(self._gradients.norm().total / self._scaler.scale)
 
     def clip_by_value(self, limit: float) -> None:
-        """Clip each element of the gradient when the step under way is made."""
+        """Limit the magnitude of each element of the gradient to `limit` when the step under way is made."""
         self._choose(Clipping(value=limit))
 
     def _choose(self, clipping: Clipping) -> None:
-        """Clip the step under way so, and not as the config says. Raise RuntimeError for a second call in a step."""
+        """Clip the step under way by `clipping`, not by the config's values. Raise RuntimeError for a second call."""
         if self._chosen is not None:
             raise RuntimeError("the gradient of this step is clipped already: clip it once, by its norm or by value")
         self._chosen = clipping
 
     def drop_gradients(self) -> None:
-        """Free the gradients of the step under way, which begins anew, and withdraw its early updates."""
+        """Free the gradients of the step under way and withdraw its early updates, because the step begins anew."""
         self._chosen = None
         self._gradients.free()
 
@@ -207,7 +214,10 @@ class TrainingStep:
         self._early.require_revisable(change)
 
     def withdraw_early_updates(self) -> None:
-        """Withdraw the updates that began in the backward pass, because the states change. The gradients stay."""
+        """Have the store undo the updates that began in the backward pass, because the states change.
+
+        The gradients stay, so the updates are made again in the step.
+        """
         self._updates.withdraw_early()
 
     def abandon(self, *, is_voted_for: bool = False) -> None:
@@ -223,7 +233,7 @@ class TrainingStep:
         self._updates.refresh()
 
     def _update(self, step: int, scale: float, present: Sequence[bool]) -> None:
-        """Count and apply the update of the parameters that are `present`."""
+        """Count the update of each parameter that is `present`, and have Updates make these updates."""
         rule = self._rule(scale, self._last.value, self._optimizer.groups_of_parameters(), present)
         for index, is_updated in enumerate(rule.updated):
             self.update_counts[index] += is_updated
@@ -237,7 +247,8 @@ class TrainingStep:
         self, scale: float, clip_value: float | None, group_of: Mapping[int, int], present: Sequence[bool]
     ) -> UpdateRule:
         """Return the rule of the next update, for the parameters that are `present`, which have a gradient."""
-        # A parameter in no parameter group may have a gradient, which counts for the norm, but it is not updated.
+        # A parameter that is in no parameter group may have a gradient. This gradient counts for the norm, but the
+        # parameter is not updated.
         updated = [is_present and index in group_of for index, is_present in enumerate(present)]
         counts = [count + is_updated for count, is_updated in zip(self.update_counts, updated, strict=True)]
         table = HyperParameterTable(group_of, self._optimizer.row, counts)

@@ -4,11 +4,11 @@ This module owns the rule that is foreseen for the next step. It must never deci
 scale and the hyper-parameters.
 
 [Note: early updates] The store may begin with the update of a group in the backward pass already, as soon as the
-group's gradient is final. It does so on the assumption that the step will be made, with the scale and the
-hyper-parameters that are foreseen. It keeps the committed versions meanwhile, and the gradients stay leased until the
-rank votes for the step. If the assumption was wrong (a gradient is not finite or was changed, gradients are clipped,
-the learning rate is another one), the update is withdrawn and made again as the step says, so that the bits are always
-those of an update after the norm. Until the step is made, reads see the parameters as they were.
+group's gradient is final. The store does so on the assumption that the step will be made, with the scale and the
+hyper-parameters that are foreseen. The store keeps the committed versions meanwhile, and the gradients stay leased
+until the rank votes for the step. If the assumption was wrong (a gradient is not finite or was changed, gradients are
+clipped, the learning rate is another one), the update is withdrawn and made again as the step says, so that the bits
+are always those of an update after the norm. Until the step is made, reads see the parameters as they were.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from trainer_client.training.step.gradients import GradientGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """The arithmetic of a step, for all groups.
+    """The arithmetic of one step for all groups: which parameters it updates, and by which numbers.
 
     Attributes:
         scale: the factor of all gradients, in fp32: unscaling and clipping by norm in one.
-        clip_value: the limit of each element's magnitude after that; None: no limit.
+        clip_value: the limit of each element's magnitude after the scaling; None: no limit.
         updated: for each parameter of the model, whether it is updated in this step.
-        table: the hyper-parameters.
+        table: the hyper-parameters of the step: its rows are the different ones, and `row_of` gives a parameter's row.
     """
 
     scale: float
@@ -56,7 +56,7 @@ class UpdateRule:
     def rows(self, group: FlatGroup, shards: Iterable[ShardRange], slots: Container[int] | None = None) -> list[int]:
         """Return for each shard the row of its hyper-parameters in `table`, or -1 if the step does not update it.
 
-        With `slots`, only the group's parameters in these slots are updated.
+        With `slots`, the row of each parameter of the group that is not in these slots is -1, too.
         """
         rows = []
         for shard in shards:
@@ -71,11 +71,11 @@ class UpdateRule:
 
 
 class Updates:
-    """The updates of all groups.
+    """Updates all groups by the rule of a step: has the store update those in its memory, and updates the others here.
 
     Args:
         states: the states of all groups, in forward order.
-        early: the early updates, the same object that Gradients withdraws from.
+        early: the early updates, the same object by which Gradients withdraws updates before gradients change.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Updates:
         self._store = store
         self._collectives = collectives
         self._updated: list[PlacedStates] = []
-        # The early updates that have become part of the step which `apply` has made. The commit consumes their leases.
+        # The early updates that have become part of the step which `apply` has made. Their leases are not released by
+        # this rank, because the commit consumes them.
         self._accepted: list[EarlyUpdate] = []
         self._foreseen: tuple[int, UpdateRule] | None = None
 
@@ -107,7 +108,7 @@ class Updates:
         if self._foreseen is None or self._states[group.name].placement.optimizer is Home.DEVICE:
             return
         if not gradient.is_finite():
-            # A step with such a gradient is skipped, so no other group needs to begin early either.
+            # A step with a gradient that is not finite is skipped, so no other group needs to begin its update early.
             self._foreseen = None
             return
         leased = gradient.memory.leased
@@ -120,8 +121,8 @@ class Updates:
     def withdraw_early(self) -> None:
         """Have the store undo all early updates, because the states that they are computed from change.
 
-        Gradients whose copies are still under way begin none either: the change is a commit of its own, which takes the
-        number that was foreseen for the step.
+        Gradients whose copies are still under way begin no early update either, because the change of states is a
+        commit of its own, which takes the number that was foreseen for the step.
         """
         self._foreseen = None
         self._early.withdraw_all()
@@ -153,18 +154,18 @@ class Updates:
                     self._accepted.append(early)
                     begun.append(self._describe(gradient, leased, rule))
                 else:
-                    # The daemon was lost since the answer, and its successor has granted other memory, which it knows
-                    # nothing of: the update is handed over again.
+                    # The daemon was restarted after it had accepted the early update. The new daemon has granted other
+                    # memory and does not know the update, so this rank hands the gradient over again.
                     self._hand_over(step, rule, [(gradient, leased)])
                 continue
             if state.placement.gradients is Home.DEVICE:
-                # These gradients are handed over one at a time, so that the store's memory need not hold more of them
-                # than it works on.
+                # Gradients on the device are handed over one at a time, so that the store needs memory only for the
+                # gradients that it is updating with at the moment.
                 self._hand_over(step, rule, [(gradient, None)])
             else:
                 stored.append(gradient)
         if begun:
-            # No lease is released here, because the commit consumes the leases of early updates.
+            # The leases of early updates are not released after this call, because the commit consumes them.
             self._store.apply_gradients(step, rule.table.rows, begun, begun=True)
         if stored:
             self._hand_over(step, rule, [(gradient, None) for gradient in stored])
@@ -174,11 +175,11 @@ class Updates:
     def _hand_over(
         self, step: int, rule: UpdateRule, gradients: Iterable[tuple[GradientGroup, LeasedBytes | None]]
     ) -> None:
-        """Have the store update groups.
+        """Have the store update the groups of `gradients` by the rule of `step`.
 
         Args:
-            gradients: each with its lease; None: the lease is taken here. The store owns the leases once it has
-                accepted the updates; if it does not, they are released.
+            gradients: each gradient with the lease on its bytes; None: this method takes the lease from the gradient.
+                The store owns the leases once it has accepted the updates. If it refuses them, they are released.
         """
         leases: list[LeasedBytes] = []
         updates: list[GroupUpdate] = []
@@ -214,7 +215,8 @@ class Updates:
         updated, self._updated = self._updated, []
         self._accepted = []
         for index, state in enumerate(updated):
-            # The next group is asked for too, so that the store reads it while this rank copies and gathers this one.
+            # This rank requests the parameters of the next group too, so that the store reads them while this rank
+            # copies and gathers the present group.
             for ahead in updated[index : index + 2]:
                 ahead.start_load_parameters()
             state.load_parameters()
@@ -222,7 +224,7 @@ class Updates:
                 state.refill()
 
     def _begun(self, gradient: GradientGroup, rule: UpdateRule) -> EarlyUpdate | None:
-        """Return the early update of a group if it is as the rule says. Withdraw it if not, and return None."""
+        """Return a group's early update if it is the one that the rule asks for. If not, withdraw it, return None."""
         early = self._early.find(gradient.flat_group.name)
         if early is None:
             return None
@@ -243,7 +245,7 @@ class Updates:
         """Return a group's update by the rule, with the gradient in `leased`, as the store is to make it.
 
         Args:
-            slots: see `UpdateRule.rows`.
+            slots: the parameters of the group that are updated; None: all that the rule updates.
         """
         group = gradient.flat_group
         return GroupUpdate(
@@ -259,7 +261,7 @@ class Updates:
     def _update_on_device(self, state: PlacedStates, gradient: GradientGroup, rule: UpdateRule) -> None:
         """Update a group as the store's optimizer kernel does.
 
-        If the group's states are replicated, update the whole group; this is a collective then.
+        If the group's states are replicated, each rank updates the whole group, and all ranks must call this.
         """
         group = state.group
         replicated = state.placement.residence is Residence.REPLICATED
@@ -268,7 +270,8 @@ class Updates:
             whole = torch.empty(group.slot_table.numel, dtype=values.dtype, device=group.device)
             self._collectives.all_gather_flat(whole, values)
             values = whole
-        # A gradient that is fp32 already is scaled in place, because it is not needed any more.
+        # `float` returns the same tensor if the gradient is fp32 already. Then the gradient is scaled in place, which
+        # is allowed, because it is not needed after the update.
         scratch = values.float()
         weight = state.held.get(group.weight_kind)
         if weight is None:

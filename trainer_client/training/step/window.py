@@ -4,10 +4,10 @@ This module owns the measurements. It must never know which units there are, nor
 measure.
 
 [Note: depth of the window] If the fetch of a unit takes as long as n units compute, the unit has to be asked for n uses
-ahead; one more covers variations. The store measures the fetches, because only the store knows what it had to read. The
-trainer measures the time between two uses, without waits. If a unit that was asked for is waited for nevertheless,
-because the device is slower now or shared, the window grows by one unit for each such stall, and shrinks again when
-there was none for a while.
+ahead. It is asked for one more use ahead, because the times vary. The store measures the fetches, because only the
+store knows what it had to read. The trainer measures the time between two uses, without waits. If a unit that was asked
+for is waited for nevertheless, because the device is slower now or shared, the window grows by one unit for each such
+stall, and shrinks again when there was none for a while.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import math
 _MIN_UNITS = 2
 _MAX_UNITS = 64
 _MAX_EXTRA = 16
-# The weight of a new measurement in a mean.
+# The weight of a new measurement in the running means of fetch and compute times.
 _WEIGHT = 0.125
-# The number of gathers in a row without a stall after which the window shrinks by one unit.
+# The window shrinks by one unit after this many gathers in a row without a stall.
 _CALM_GATHERS = 64
 
 
 class Window:
-    """The depth of the window, which follows from the measured times of fetches, computation and stalls.
+    """Computes how many units the store should fetch ahead, from the times of fetches, computation and stalls.
 
     For RecallDepth, a boundary of an activation checkpoint takes the place of a unit.
 
@@ -42,7 +42,7 @@ class Window:
         self._calm = 0
 
     def note_compute(self, seconds: float) -> None:
-        """Record the compute time between two unit uses, without waits."""
+        """Record how long the trainer computed between the uses of two units, without the time that it waited."""
         self._compute_seconds = _mean(self._compute_seconds, seconds)
 
     def note_fetches(self, total_bytes: int, total_seconds: float) -> None:
