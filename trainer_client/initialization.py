@@ -22,7 +22,7 @@ from trainer_client.config.log_lines import describe_without_effect
 from trainer_client.config.tiling import TilingSection
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.engine.engine import Engine
-from trainer_client.engine.start import InitialArguments, SchedulerArgument, Start, set_local_rank
+from trainer_client.engine.start import EngineStart, InitialArguments, SchedulerArgument, set_local_rank
 from trainer_client.errors import ConfigError
 from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import open_engine
@@ -160,7 +160,7 @@ def initialize(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
     )
     scheduler = _make_scheduler(lr_scheduler, settings.scheduler, optimizer, store_optimizer)
-    start = Start(
+    start = EngineStart(
         model=model,
         parameters=parameters,
         settings=settings,

@@ -108,7 +108,7 @@ class InitialArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class EngineStart:
     """The start of one engine: `initialize` makes this object from its arguments, and calls `open_engine`.
 
     The other attributes are objects that each rank makes by itself, without communication.
