@@ -196,7 +196,7 @@ class DaemonConfig(BaseModel):
         f"most {MOST_BY_DEFAULT}",
     )
     worker_nice: int = Field(
-        default=0, ge=0, le=19, description="niceness of these threads: how far they yield to whoever computes"
+        default=0, ge=0, le=19, description="niceness of these threads: how far they yield to processes that compute"
     )
     numa_node: int | None = Field(
         default=None, ge=0, le=1023, description="NUMA node on whose cores and memory the daemon stays; default: any"

@@ -82,7 +82,7 @@ def backup(
 ) -> None:
     """Write a committed step of a job into a backup, while training goes on. A later backup writes what has changed.
 
-    DEST has the former backups, complete, until the new one is.
+    The former backups in DEST stay complete while the new one is written, and are as before if it fails.
     """
     result = _call(
         "backup",
