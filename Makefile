@@ -215,13 +215,15 @@ bench-beside: venv ## Compare steps with those of an earlier commit; updates RES
 plots: venv ## Draw the pictures of benchmarks/results anew
 	$(BIN)/python -m benchmarks.plots
 
-# Sphinx has an environment of its own, which finds this project and what it imports in .venv, after its own packages.
+# Sphinx has an environment of its own, which finds this project and what it imports in .venv, after its own packages. It
+# reads the .pth files of .venv, too, because torch imports this project's entry point of the group `torch.backends`, which
+# only the .pth file of the editable install finds.
 DOCS := build/docs
 SITE := build/site
 $(DOCS)/.installed: docs/site/requirements.txt $(INSTALLED)
 	$(BIN)/python -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(DOCS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
 	@touch $@
 
