@@ -8,30 +8,23 @@ must import nothing of the project.
 from __future__ import annotations
 
 import runpy
-import subprocess
 from pathlib import Path
 
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 _ROOT = Path(__file__).parents[1]
-_COMMIT = "paramserver/commit.txt"
 
 
 def _write_commit(target: Path) -> None:
-    """Write the file that names the commit below `target`.
+    """Write the file that names the commit below `target`, unless the commit is not known.
 
-    The commit is the checkout's, or that of the source distribution.
+    The commit is the checkout's, or that of the source distribution from which a wheel is built. paramserver/build.py
+    finds it in the same way for `--version`.
     """
-    if (_ROOT / ".git").exists():
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=_ROOT, check=True, capture_output=True, text=True
-        ).stdout
-    elif (_ROOT / _COMMIT).is_file():
-        commit = (_ROOT / _COMMIT).read_text(encoding="ascii")
-    else:
-        return
-    (target / _COMMIT).write_text(commit, encoding="ascii")
+    commit = runpy.run_path(str(_ROOT / "paramserver/build.py"))["read_commit"]()
+    if commit != "unknown":
+        (target / "paramserver" / "commit.txt").write_text(commit, encoding="ascii")
 
 
 class BuildPackages(build_py):

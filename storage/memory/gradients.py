@@ -208,7 +208,7 @@ class Gradients:
 
         This does not wait. A repeated call has no effect.
         """
-        if memory.is_parked or memory.is_freed:
+        if memory.is_parked:
             return
         state = memory.enter(ParkVerb.PARK)
         if memory.is_used_up:

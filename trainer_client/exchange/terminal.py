@@ -17,6 +17,9 @@ from paramserver.contract.progress_bars import byte_bars
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.exchange.export import TensorProgress
 
+# A verb takes the address of one daemon, or of several.
+AddressT = TypeVar("AddressT", str, list[str])
+
 _WRONG_OPTIONS = 2
 # The name of the command that the user has called: `paramserver`, or `paramserver-admin`, which has the same verbs.
 # Messages begin with this name. The `main` function of a verb sets this variable.
@@ -62,9 +65,6 @@ def exit_statuses(after_interrupt: str) -> Iterator[None]:
         _fail(str(error), _WRONG_OPTIONS)
     except TrainerClientError as error:
         _fail(str(error), 1)
-
-
-AddressT = TypeVar("AddressT", str, list[str])
 
 
 def required(address: AddressT | None) -> AddressT:

@@ -385,7 +385,7 @@ class StagedMemory:
         self._lanes.after_copies(self._home.detach())
 
 
-class DeviceGradient:
+class LocalMemory:
     """A gradient in the trainer's own memory on its device, because its home is the device."""
 
     def __init__(self, group: FlatGroup, store: RankStore, lanes: Lanes) -> None:

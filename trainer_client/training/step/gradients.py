@@ -28,7 +28,7 @@ from trainer_client.training.model.states import PlacedStates
 from trainer_client.training.model.units import Unit
 from trainer_client.training.ranks.collectives import Collectives
 from trainer_client.training.step.early_updates import EarlyUpdates
-from trainer_client.training.step.gradient_memory import DeviceGradient, GradientMemory, LeasedMemory, StagedMemory
+from trainer_client.training.step.gradient_memory import GradientMemory, LeasedMemory, LocalMemory, StagedMemory
 from trainer_client.training.step.norms import Norms
 
 # The share of an accelerator's free memory that sums of gradients may take between the micro-batches of a step. If they
@@ -430,7 +430,7 @@ class Gradients:
         in_store = LeasedMemory if on_host else StagedMemory
 
         def make(group: FlatGroup) -> GradientGroup:
-            memory = (DeviceGradient if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
+            memory = (LocalMemory if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
             return GradientGroup(group, memory, early_updates, store.parking, collectives, lanes, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
