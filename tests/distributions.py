@@ -29,9 +29,9 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 
 def install(archive: Path, directory: Path) -> Path:
-    """Install an archive with the locked versions of what it needs, and return the environment's commands.
+    """Install an archive in a new environment with the locked versions of what it needs.
 
-    The lock has extras, too, so that `pip check` finds whether the metadata names all that the package imports.
+    Return the directory of the environment's commands.
     """
     binaries = directory / archive.name / "bin"
     run(sys.executable, "-m", "venv", binaries.parent, cwd=directory)
