@@ -89,7 +89,7 @@ async def open_tiers(
             nice=config.worker_nice,
             tracer=tracer,
             on_damage=on_damage,
-            on_freed=None if remote is None else remote.forget,
+            on_freed=None if remote is None else remote.copies.forget,
         )
         undo.push_async_callback(nvme.close)
         reach(Failpoint.DURING_RECOVERY)

@@ -1,7 +1,7 @@
 """The ParameterStore service: converts and checks requests, calls the sessions and the engine, and answers.
 
 This module owns the count of jobs that are being opened, and nothing else. It must never decide what becomes of a
-lease: that is the work of sessions/grants.py.
+lease: that is the work of sessions/grants.py and sessions/gradient_updates.py.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class ParameterStore:
         self._quotas = quotas
         self._traces = traces
         self._grants = sessions.grants
+        self._updates = sessions.updates
         # The number of OpenJob calls under way for each job. A job that is being opened counts in its token's quota,
         # although the engine may not have it yet.
         self._opening: Counter[str] = Counter()
@@ -233,7 +234,7 @@ class ParameterStore:
     async def ApplyGradients(
         self, request: pb.ApplyGradientsRequest, session: ClientSession
     ) -> pb.ApplyGradientsResponse:
-        await self._grants.apply_gradients(session, request)
+        await self._updates.apply_gradients(session, request)
         return pb.ApplyGradientsResponse()
 
     @needs(Right.SESSION)
@@ -244,7 +245,7 @@ class ParameterStore:
         for group in convert.batch(request.groups, "groups"):
             # The withdrawal of an early update is finished even if the client goes, because no rank could go on from an
             # update that is half undone.
-            await finished(self._grants.withdraw(session, step, group))
+            await finished(self._updates.withdraw(session, step, group))
         return pb.WithdrawUpdatesResponse()
 
     @needs(Right.SESSION)

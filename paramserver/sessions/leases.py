@@ -1,6 +1,7 @@
 """The record of a lease: what a session may do with a range of the arena.
 
-This module owns nothing: grants.py grants leases and ends them.
+This module owns nothing: grants.py grants leases and ends them, and gradient_updates.py ends those of gradients that
+clients hand over.
 """
 
 from __future__ import annotations

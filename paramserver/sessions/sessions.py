@@ -4,12 +4,8 @@ A session is attached while its stream is open. When the stream breaks, the sess
 grace time unless the client takes it up with a new stream. It ends at once when the client closes it, and when no
 heartbeat of an attached session comes for too long.
 
-The end of a session voids its leases. First the daemon changes a word in the session's slot of the arena, by which a
-client that maps the arena sees that its leases are void; only then the daemon uses the ranges for something else.
-Ranges that the client's process or its device may still write to go to the quarantine first.
-
 This module owns the sessions, their timers and their readers; service.py owns the streams. It must never free a range
-that a client's process may still write to.
+itself, because the client's process may still write to it: cleanup.py frees the ranges that can be freed.
 """
 
 from __future__ import annotations
@@ -18,22 +14,21 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from paramserver.errors import StaleCallError
 from paramserver.events import EventKind, EventLog
-from paramserver.process.background import unforeseen
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
+from paramserver.sessions.cleanup import Cleanup
+from paramserver.sessions.gradient_updates import GradientUpdates
 from paramserver.sessions.grants import Grants
 from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.log_context import logged_for
-from paramserver.sessions.quarantine import Held, Quarantine
+from paramserver.sessions.quarantine import Quarantine
 from paramserver.sessions.replicas import Replicas
 from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
@@ -42,14 +37,11 @@ from paramserver.sessions.session_state import SessionState, SessionVerb
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base.errors import ConflictError, NotFoundError
 from storage.base.shard import GroupSpec, JobSpec
-from storage.base.slices import in_slices
 from storage.base.waiting import LATE_SECONDS
 from storage.engine import Engine
 from storage.jobs.admission import Limit
-from storage.state.slab import NEVER
 from storage.state.versions import Job
 from storage.steps.reader import StepReader
-from storage.tiers.arena import ArenaRange
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +76,7 @@ class Sessions:
         self.limits = limits
         # True once the daemon stops. Sessions that end from then on end because of the stop, so the daemon sends the
         # other ranks of the run no notice. The ranges of their leases are not freed, so that clients can read them
-        # until they attach to the next daemon; `_void_leases` says why a commit under way is an exception.
+        # until they attach to the next daemon; `Cleanup.void_leases` says why a commit under way is an exception.
         self.is_stopping = False
         # The number of sessions that ended because their clients were silent, or did not come back after their streams
         # broke.
@@ -101,8 +93,9 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._seats = Seats(limits.seats)
         self.grants = Grants(engine, HostQuota(quotas, engine, self._leases_of))
+        self.updates = GradientUpdates(engine)
+        self._cleanup = Cleanup(self._slots, self.quarantine, self.grants, self._runs)
         self._reader_ids = itertools.count(1)
-        self._cleaning_up: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -268,7 +261,7 @@ class Sessions:
         self.grants.device_copies.forget(session)
         self._on_end(session.session_id)
         held = len(session.leases)
-        leases = self._void_leases(session)
+        leases = self._cleanup.void_leases(session, is_stopping=self.is_stopping)
         for reader in session.readers.values():
             reader.close()
         session.readers.clear()
@@ -279,7 +272,7 @@ class Sessions:
             self._runs.leave(session.run, session.rank, is_closed=is_closed)
             if not self.is_stopping:
                 self._tell_others(session, session.run, reason, is_closed=is_closed)
-        self._in_background(self._clean_up(leases, session.run))
+        self._cleanup.begin(leases, session.run)
 
     def _tell_others(self, session: Session, run: Run[Session], reason: str, *, is_closed: bool) -> None:
         """Send a notice to the other ranks of a run that one rank has gone.
@@ -293,37 +286,12 @@ class Sessions:
         for other in run.ranks.values():
             other.stream.post((notice.event, session.rank), pb.SessionResponse(notice=notice))
 
-    async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
-        """Free the ranges of void leases, then clean up after the run, if there is one.
-
-        The event loop serves other calls in between, because a session may hold ten thousands of leases.
-        """
-        async for lease in in_slices(leases):
-            self.grants.release_range(lease, NEVER)
-        if run is not None:
-            await self._runs.clean_up(run)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin `work` in a task of its own, and return at once, because no client waits for it.
-
-        `close` waits until the task has ended.
-        """
-        cleaning_up = asyncio.ensure_future(work)
-        self._cleaning_up.add(cleaning_up)
-        cleaning_up.add_done_callback(self._on_cleaned_up)
-
-    def _on_cleaned_up(self, cleaning_up: asyncio.Task[None]) -> None:
-        self._cleaning_up.discard(cleaning_up)
-        if not cleaning_up.cancelled() and (error := cleaning_up.exception()) is not None:
-            log.error("what a run left behind could not be cleaned up: %s", error, exc_info=unforeseen(error))
-
     async def close(self) -> None:
         """End all sessions, and wait until their leases are freed and their runs are cleaned up."""
         for session in self:
             self.end(session, "the daemon shuts down")
         self.quarantine.close()
-        if self._cleaning_up:
-            await asyncio.wait(self._cleaning_up)
+        await self._cleanup.until_done()
 
     # The following methods concern the runs that the ranks of a job make.
 
@@ -349,12 +317,12 @@ class Sessions:
             StorageError: see Runs.enter.
         """
         if self._end_lost_copies(spec.name, run_id, "its client was lost, and a run opens its job"):
-            await self._until_cleaned_up()
+            await self._cleanup.until_done()
         await self._until_lost_run_ends(spec.name, run_id)
         if comes_back and not self.attached(spec.name):
             # The former sessions of this run have left a step unfinished. The store abandons it before this rank joins,
             # because the run begins the step anew.
-            await self._until_cleaned_up()
+            await self._cleanup.until_done()
         # While this call waited, the session may have ended, or another call of the session may have opened a job. So
         # both are checked now.
         self.get(session.session_id)
@@ -375,7 +343,7 @@ class Sessions:
             if session.state.has_leases:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
-                self._in_background(self._runs.clean_up(run))
+                self._cleanup.begin((), run)
             raise
 
     async def until_no_vote(self, timeout_seconds: float) -> bool:
@@ -396,7 +364,7 @@ class Sessions:
         The sessions of a former copy whose client is lost end at once, and not when their grace time is over.
         """
         self._end_lost_copies(job, run_id, "another copy into its job was begun")
-        await self._until_cleaned_up()
+        await self._cleanup.until_done()
         return self._runs.begin_copy(job, run_id, origin, token)
 
     async def _until_lost_run_ends(self, job: str, run_id: str) -> None:
@@ -427,11 +395,6 @@ class Sessions:
         for session in lost:
             self.end(session, reason)
         return bool(lost)
-
-    async def _until_cleaned_up(self) -> None:
-        """Wait until the leases of ended sessions are released, because the next run leases the same slabs."""
-        if self._cleaning_up:
-            await asyncio.wait(list(self._cleaning_up))
 
     async def register(self, session: Session, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> None:
         """Register groups of the session's job; see Runs.register.
@@ -466,64 +429,8 @@ class Sessions:
 
         The rank can no longer withdraw the updates that it has begun: their gradients now belong to the store.
         """
-        self.grants.hand_over_all(session)
+        self.updates.hand_over_all(session)
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
-
-    # The following methods end leases.
-
-    def _void_leases(self, session: Session) -> list[Lease]:
-        """Void all leases of a session, and mark the session's slot in the arena as ended.
-
-        Return the leases whose ranges the caller frees: all except those that the client's process or device may still
-        write to. While the daemon stops, return none if no commit of the session's run is under way.
-        """
-        leases = list(session.leases.values())
-        session.leases.clear()
-        session.exclusive.clear()
-        for lease in leases:
-            lease.void = True
-        if self.is_stopping and (session.run is None or session.run.committing is None):
-            # The daemon stops, so the ranges of the leases are not freed: ranges that are not freed are not
-            # overwritten, and the client may read them until it has attached to the next daemon. If a commit is under
-            # way, they are freed, because the commit may wait for leases, and write to their ranges.
-            return []
-        # The ranges in `written` are those to which the client may still write. A gradient that was handed over is none
-        # of them: the client does not write to it, and its update frees it. A parked gradient is none either, because
-        # the client has promised not to touch it.
-        written = [lease for lease in leases if lease.is_written]
-        held_back: list[ArenaRange] = []
-        used: list[Lease] = []
-        if session.slot is not None:
-            self._slots.end(session.slot)
-            device_may_write = session.registers_arena and not self._slots.has_left(session.slot)
-            if device_may_write or self._slots.is_held(session.slot):
-                used = [lease for lease in leases if lease.is_read_by_update]
-                leases = [lease for lease in leases if not (lease.is_written or lease.is_read_by_update)]
-                taken = map(self.grants.take_range, written)
-                held_back = [range_ for range_ in taken if range_ is not None]
-            held = Held(session.slot, held_back, session.registers_arena, session.process)
-            self.quarantine.hold(held)
-            session.process = None
-            # Updates may still read the ranges of the gradients in `used`. So each range goes to the quarantine when
-            # its update has ended. If the client comes back, it hands these gradients over again.
-            for lease in used:
-                assert lease.update is not None
-                lease.update.add_done_callback(partial(self._hold_back, held, lease))
-        if held_back:
-            log.warning(
-                "%d ranges that %s may still write to are held back until its process closes the arena or ends",
-                len(held_back),
-                session.client,
-            )
-        return leases
-
-    def _hold_back(self, held: Held, lease: Lease, _: asyncio.Task[None]) -> None:
-        """Put the range of a leased gradient, whose update has ended, with the other ranges of `held` into quarantine.
-
-        The process of the ended session may still write to the range, so the daemon must not use it again yet.
-        """
-        if (range_ := self.grants.take_range(lease)) is not None:
-            self.quarantine.hold_too(held, range_)
 
     # The following methods concern the readers of a session.
 
@@ -553,4 +460,4 @@ class Sessions:
         for lease in leases:
             lease.void = True
             session.remove_lease(lease)
-        self._in_background(self._clean_up(leases, None))
+        self._cleanup.begin(leases, None)

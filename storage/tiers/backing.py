@@ -134,17 +134,19 @@ class BackingTiers:
         return self._write(moves, priority)
 
     def begin_copy(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
-        """Prepare a copy of a version in the memory of a lender; see `RemoteTier.begin`.
+        """Prepare a copy of a version in the memory of a lender; see `RemoteCopies.begin`.
 
         If a lender has room for the copy, return True; `write_raw` sends the bytes to this lender, too, from then on.
         """
         return (
-            self.remote is not None and region.tier is self.durable and self.remote.begin(region, instead_of, next_use)
+            self.remote is not None
+            and region.tier is self.durable
+            and self.remote.copies.begin(region, instead_of, next_use)
         )
 
     def has_copy(self, region: Region) -> bool:
         """Return whether a lender has all bytes of a version."""
-        return self.remote is not None and self.remote.has(region)
+        return self.remote is not None and self.remote.copies.has(region)
 
     async def send_copy(self, region: Region, view: memoryview) -> None:
         """Send all bytes of a version, for which `begin_copy` made room, to the lender. `view` must not change."""

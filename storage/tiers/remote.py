@@ -1,8 +1,9 @@
 """The remote tier: clean copies of versions on NVMe, in host memory that other daemons lend.
 
-This module owns the loans that this store has taken, and decides which reads go to a lender. It must never be the only
-place of any byte: every copy is of a version whose region on NVMe is complete or is being written at the same time. A
-lender may take its memory back, answer wrongly, or die at any moment; the bytes then come from NVMe.
+This module owns the loans that this store has taken, and decides which reads go to a lender; remote_copies.py owns the
+record of the copies. It must never be the only place of any byte: every copy is of a version whose region on NVMe is
+complete or is being written at the same time. A lender may take its memory back, answer wrongly, or die at any moment;
+the bytes then come from NVMe.
 
 [Note: when a lender is used] A lender is on trial until both speeds are known: that of reads from it and that of reads
 from NVMe, each as bytes over the time in which at least one read was under way, of the last RATE_BYTES. Afterwards the
@@ -33,6 +34,7 @@ from storage.tiers.block_macs import BlockMacs
 from storage.tiers.contract import Move, Region
 from storage.tiers.lender import SPAN_BYTES, BorrowedMemory, Lender, LenderError
 from storage.tiers.loan_directory import RemoteCopy
+from storage.tiers.remote_copies import RemoteCopies
 from storage.tiers.source import MOST_SPANS_SENT, LenderInfo, LenderState, Rate, Source
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ class RemoteTier:
     """Borrows memory from lenders, sends copies of versions there, and reads them back. It is a `Tier` in contract.py.
 
     `BackingTiers` uses it for each read and write of the durable tier.
+
+    Attributes:
+        copies: the copies of versions in the memory of the lenders.
     """
 
     name = TierName.REMOTE
@@ -85,13 +90,13 @@ class RemoteTier:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
         self._sources = [Source(lender) for lender in lenders]
+        self.copies = RemoteCopies(self._sources, self.counters)
         self._nvme_rate = Rate()
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._is_always_used = is_always_used
         self._on_event = on_event
         self._macs = BlockMacs()
-        self._where: dict[Region, tuple[Source, RemoteCopy]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._reads = 0
 
@@ -199,7 +204,7 @@ class RemoteTier:
         for source, size_bytes in sizes.items():
             if size_bytes != source.directory.size_bytes:
                 for copy in source.directory.resize(size_bytes):
-                    self._forget(copy)
+                    self.copies.forget_dropped(copy)
 
     def _lose(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
         """End a loan because a call of it has failed. Other calls of the same loan fail at once, too."""
@@ -217,79 +222,6 @@ class RemoteTier:
         if memory is not None:
             memory.close()
 
-    # --- copies
-
-    def begin(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
-        """Allocate memory of a lender for a version that will be written or was read; return whether this succeeded.
-
-        Args:
-            region: the region of the version on NVMe.
-            instead_of: the version that the same slab has until then, whose room the new one takes over.
-            next_use: the trace position at which the bytes are needed next.
-        """
-        if region in self._where:
-            return True
-        found = None if instead_of is None else self._where.get(instead_of)
-        if found is not None and found[0].is_used and found[1].room_bytes == region.nbytes:
-            source, copy = found
-            copy.next_use = next_use
-            for other in copy.regions:
-                if other is not instead_of:
-                    self.forget(other)
-        else:
-            placed = self._place(region.nbytes, next_use)
-            if placed is None:
-                return False
-            source, copy = placed
-        copy.begin(region)
-        self._where[region] = source, copy
-        return True
-
-    def _place(self, nbytes: int, next_use: float) -> tuple[Source, RemoteCopy] | None:
-        now = asyncio.get_running_loop().time()
-        sources = [source for source in self._sources if source.is_used and source.full_until <= now]
-        sources.sort(key=lambda source: source.directory.used_bytes - source.directory.size_bytes)
-        for source in sources:
-            copy, dropped = source.directory.place(nbytes, next_use)
-            for other in dropped:
-                self.counters.demotions += 1
-                self._forget(other)
-            if copy is not None:
-                self.counters.moved_bytes += nbytes
-                return source, copy
-        return None
-
-    def forget(self, region: Region) -> None:
-        """Forget the copies of a version whose region on NVMe was freed, because no read will ask for them."""
-        found = self._where.pop(region, None)
-        if found is None:
-            return
-        source, copy = found
-        copy.forget(region)
-        if not copy.regions:
-            self._drop(source, copy)
-
-    def _drop(self, source: Source, copy: RemoteCopy) -> None:
-        """Give up a copy. If it was the lender's last one, tell the lender that it may free the memory of the loan."""
-        if copy.is_dropped:
-            return
-        source.directory.drop(copy)
-        self._forget(copy)
-        if not source.directory.used_bytes and source.memory is not None and source.directory.size_bytes:
-            source.memory.discard(0, source.directory.size_bytes)
-
-    def _forget(self, copy: RemoteCopy) -> None:
-        """Forget where the versions of a copy are, because the directory of the loan has dropped the copy."""
-        self.counters.moved_bytes += copy.room_bytes
-        for region in copy.regions:
-            self._where.pop(region, None)
-            copy.forget(region)
-
-    def has(self, region: Region) -> bool:
-        """Return whether a lender has all bytes of a version."""
-        found = self._where.get(region)
-        return found is not None and found[1].owns(region, 0, region.nbytes)
-
     # --- reads
 
     def split(
@@ -301,13 +233,13 @@ class RemoteTier:
             moves: the reads from regions of the durable tier.
             nvme: the counters of the durable tier, for the comparison of speeds.
         """
-        if not self._where:
+        if not self.copies:
             return moves, ()
         self._nvme_rate.sample(nvme.bytes_read, nvme.reading.elapsed)
         elsewhere: list[Move[Region]] = []
         reads: list[RemoteRead] = []
         for move in moves:
-            found = self._where.get(move.region)
+            found = self.copies.find(move.region)
             self._reads += 1
             is_probe = not self._is_always_used and self._reads % PROBE_EVERY == 0
             if found is None or is_probe or not found[1].owns(move.region, move.offset, len(move.buffer)):
@@ -398,7 +330,7 @@ class RemoteTier:
             text = f"the lender has returned wrong bytes of {move.region.label}, which were read from nvme instead"
             log.error("lender %s: %s", source.lender.address, text)
             self._on_event(source.lender.address, text.replace("\n", ", layout "))
-        self._drop(source, copy)
+        self.copies.drop(source, copy)
 
     def _judge(self, source: Source) -> None:
         """Stop using a lender for some time if reads from it are slower than reads from NVMe."""
@@ -412,7 +344,7 @@ class RemoteTier:
         source.state = LenderState.SLOWER
         log.info("lender %s: %s/s, nvme: %s/s", source.lender.address, shown_size(ours), shown_size(nvme))
         for copy in source.directory.copies:
-            self._drop(source, copy)
+            self.copies.drop(source, copy)
         self._share_budget()
         asyncio.get_running_loop().call_later(self._retry_seconds, self._try_again, source, source.memory)
 
@@ -425,13 +357,13 @@ class RemoteTier:
     # --- pushes
 
     async def push(self, moves: Sequence[Move[Region]]) -> None:
-        """Send the bytes of those moves for whose versions `begin` made room. Cancelling it is safe at any time.
+        """Send the bytes of those moves for whose versions `copies.begin` made room. Cancelling it is safe at any time.
 
         The buffers are not touched any more when this has ended. If it was cancelled, a thread may still read them for
         a moment, but what it computes is not used.
         """
         for move in moves:
-            found = self._where.get(move.region)
+            found = self.copies.find(move.region)
             if found is None:
                 continue
             source, copy = found
@@ -483,7 +415,7 @@ class RemoteTier:
                     copy.give(number, offset, nbytes)
             elif source.memory is memory:
                 source.full_until = asyncio.get_running_loop().time() + self._retry_seconds
-                self._drop(source, copy)
+                self.copies.drop(source, copy)
 
         sent.add_done_callback(end)
 
@@ -496,7 +428,7 @@ class RemoteTier:
         """Return for how many seconds an update may wait for a push after its write to NVMe is done."""
         if self._is_always_used:
             return self._timeout_seconds
-        sources = {found[0] for move in moves if (found := self._where.get(move.region)) is not None}
+        sources = {found[0] for move in moves if (found := self.copies.find(move.region)) is not None}
         nvme = self._nvme_rate.bytes_per_second
         ours = min((source.rate.bytes_per_second or 0.0 for source in sources), default=0.0)
         nbytes = sum(len(move.buffer) for move in moves)

@@ -185,7 +185,7 @@ class Tampering:
 
     def forge(self, address: int, buffer: memoryview) -> None:
         """Change the first block so that its checksum stays the same. The lender has guessed the version's label."""
-        for region, (_, copy) in self._pair.remote._where.items():
+        for region, (_, copy) in self._pair.remote.copies._where.items():
             offset = address - copy.offset
             if copy.owns(region, max(offset, 0), 1) and 0 <= offset < copy.room_bytes:
                 forge(buffer[:BLOCK_BYTES], region.label, offset // BLOCK_BYTES, 0x7F80_0000_7F80_0000)
@@ -249,10 +249,10 @@ async def test_bytes_that_the_lender_does_not_send_cost_nothing_but_themselves(t
         nvme, tier, whole = pair.borrower.nvme, pair.remote, memoryview(bytearray(range(256)) * (4 * MIB // 256))
         old = await nvme.allocate(4 * MIB, "old")
         old.record(0, whole)
-        assert tier.begin(old, None, NEVER)
+        assert tier.copies.begin(old, None, NEVER)
         await tier.push([Move[Region](old, 0, whole)])
         async with asyncio.timeout(20):
-            while not tier.has(old):
+            while not tier.copies.has(old):
                 await asyncio.sleep(0.001)
         ((_, _, copy),) = tier.split([Move[Region](old, 0, whole)], nvme.counters)[1]
         tiles = [Move[Region](old, offset, memoryview(bytearray(MIB))) for offset in range(0, 4 * MIB, MIB)]
@@ -264,10 +264,10 @@ async def test_bytes_that_the_lender_does_not_send_cost_nothing_but_themselves(t
         # The tile is sent again when it was read from NVMe, and comes from the lender then.
         elsewhere, remote = tier.split(tiles, nvme.counters)
         assert ([move.offset for move in elsewhere], len(remote)) == ([MIB], 3)
-        assert tier.begin(old, None, NEVER) and tier.used_bytes == 4 * MIB
+        assert tier.copies.begin(old, None, NEVER) and tier.used_bytes == 4 * MIB
         await tier.push([Move[Region](old, MIB, whole[:MIB])])
         async with asyncio.timeout(20):
-            while not tier.has(old):
+            while not tier.copies.has(old):
                 await asyncio.sleep(0.001)
         assert await tier.read(tier.split(tiles, nvme.counters)[1], verified=True) == []
         assert all(bytes(tile.buffer) == whole[:MIB] for tile in tiles)
@@ -305,13 +305,13 @@ async def test_bytes_of_a_version_count_for_no_newer_one_in_the_same_room(tmp_pa
     async with paired(tmp_path) as pair:
         nvme, tier, buffer = pair.borrower.nvme, pair.remote, memoryview(bytearray(MIB))
         old, new = await nvme.allocate(MIB, "old"), await nvme.allocate(MIB, "new")
-        assert tier.begin(old, None, NEVER) and tier.begin(new, old, NEVER)
+        assert tier.copies.begin(old, None, NEVER) and tier.copies.begin(new, old, NEVER)
         await tier.push([Move[Region](old, 0, buffer)])
         await tier.push([Move[Region](new, 0, buffer[: MIB // 2])])
         async with asyncio.timeout(20):
             while tier.split([Move[Region](new, 0, buffer[: MIB // 2])], nvme.counters)[0]:
                 await asyncio.sleep(0.001)
-        assert not tier.has(old) and not tier.has(new)
+        assert not tier.copies.has(old) and not tier.copies.has(new)
         assert tier.used_bytes == MIB
         nvme.free(old)
         nvme.free(new)
@@ -407,25 +407,25 @@ async def test_a_lender_is_used_only_while_it_is_faster_than_nvme(
         buffer = memoryview(bytearray(MIB))
         region = await engine.nvme.allocate(MIB, "version")
         region.record(0, buffer)
-        assert tier.begin(region, None, NEVER)
+        assert tier.copies.begin(region, None, NEVER)
         await tier.push([Move[Region](region, 0, buffer)])
-        while not tier.has(region):
+        while not tier.copies.has(region):
             await asyncio.sleep(0.001)
         # NVMe has read this much in so many seconds.
         scenario.nvme.bytes_read, scenario.nvme.reading.seconds = LEAST_RATE_BYTES, seconds
         await scenario.read_all(region, buffer, 1 + LEAST_RATE_BYTES // MIB)
         if seconds > 1:
-            assert tier.lenders[0].state is LenderState.IN_USE and tier.has(region)
+            assert tier.lenders[0].state is LenderState.IN_USE and tier.copies.has(region)
         elif retry_seconds > 1:
             # It gets its memory back.
             assert tier.lenders[0].state is LenderState.SLOWER and tier.used_bytes == 0
-            assert not tier.begin(region, None, NEVER)
+            assert not tier.copies.begin(region, None, NEVER)
             await asyncio.sleep(0)
             assert engine.lent.used_bytes == 0
         else:
             async with asyncio.timeout(20):
                 while tier.lenders[0].state is not LenderState.TRIAL:
                     await asyncio.sleep(0.005)
-            assert tier.begin(region, None, NEVER)
+            assert tier.copies.begin(region, None, NEVER)
         await tier.close()
         engine.nvme.free(region)

@@ -119,5 +119,5 @@ async def acquire(grants: Grants, session: Session, group: str, kind: Kind, mode
 
 async def until_cleaned_up(sessions: Sessions) -> None:
     """Wait until what ended sessions have left is cleaned up."""
-    while tasks := list(sessions._cleaning_up):
+    while tasks := list(sessions._cleanup._tasks):
         await asyncio.wait(tasks)
