@@ -2,7 +2,7 @@
 
 This module owns the arguments of DeepSpeed's names: each is honoured, has no effect, which a line in the log says, or
 is refused with the reason. The work is done in training/initial/deferred_init.py, training/initial/early_values.py and
-training/access.py.
+training/whole_parameters.py.
 """
 
 from __future__ import annotations

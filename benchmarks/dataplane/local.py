@@ -33,7 +33,8 @@ from benchmarks.common.measure import BenchmarkError
 from paramserver.contract.channel import NO_PROXY, channel_to, target_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 
 MIB = 1 << 20
 COPIES = 16
@@ -86,7 +87,7 @@ def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
     """Return a connected rank whose job has a shard of each size, resident in the host tier."""
     store = RankStore(address, "benchmark")
     numels = {mib: mib * MIB // 4 for mib in shard_mib}
-    store.open_job(
+    store.job.open(
         pb.OpenJobRequest(
             job="benchmark",
             run_id="benchmark",
@@ -100,7 +101,7 @@ def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
             resume=pb.RESUME_POLICY_NEVER,
         )
     )
-    store.register_shards(
+    store.job.register_shards(
         pb.ShardGroup(
             name=_slab(mib).group,
             numel=numel,
@@ -110,10 +111,10 @@ def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
         for mib, numel in numels.items()
     )
     for mib in shard_mib:
-        leases = store.acquire_write([_slab(mib)], 0).wait()
+        leases = store.leases.acquire_write([_slab(mib)], 0).wait()
         leases[0].data.fill_(mib % 251)
-        store.publish(leases)
-    store.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
+        store.leases.publish(leases)
+    store.steps.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
     return store
 
 
@@ -295,14 +296,14 @@ def _same_node(store: RankStore, copied_mib: int, pairs: int) -> dict[str, objec
 
 def _copy_leased(store: RankStore, copied_mib: int, target: torch.Tensor) -> None:
     slabs = [_slab(copied_mib)]
-    pending = store.acquire_read(slabs, 0)
+    pending = store.leases.acquire_read(slabs, 0)
     for number in range(COPIES):
         leases = pending.wait()
         if number + 1 < COPIES:
-            pending = store.acquire_read(slabs, 0)
+            pending = store.leases.acquire_read(slabs, 0)
         target.copy_(leases[0].data)
-        store.check_leases()
-        returned = store.release(leases)
+        store.leases.check()
+        returned = store.leases.release(leases)
     returned.wait()
 
 

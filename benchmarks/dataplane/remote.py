@@ -33,7 +33,8 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from trainer_client.client.transport.channel import open_channel
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.client.transport.streams import Streams
 
 CALL_SECONDS = 120.0
@@ -167,7 +168,7 @@ def _opened(daemon: StoreDaemon, values: torch.Tensor) -> Iterator[_Remote]:
     store = RankStore(daemon.address, "benchmark", prefer_streams=True)
     try:
         with open_channel(daemon.address) as channel:
-            store.open_job(
+            store.job.open(
                 pb.OpenJobRequest(
                     job="benchmark",
                     run_id="run",
@@ -188,14 +189,14 @@ def _opened(daemon: StoreDaemon, values: torch.Tensor) -> Iterator[_Remote]:
                 )
             ]
             shards = [pb.Shard(fqn="weight", numel=numel)]
-            store.register_shards([pb.ShardGroup(name="unit", numel=numel, shards=shards, kinds=kinds)])
+            store.job.register_shards([pb.ShardGroup(name="unit", numel=numel, shards=shards, kinds=kinds)])
             weights = SlabName(group="unit", kind=pb.KIND_PARAM)
-            (initial,) = store.acquire_write([weights], 0).wait()
+            (initial,) = store.leases.acquire_write([weights], 0).wait()
             initial.data.copy_(values)
-            store.publish([initial])
-            store.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
-            (read,) = store.acquire_read([weights], 0).wait()
-            (write,) = store.acquire_write([SlabName(group="unit", kind=pb.KIND_GRAD)], 1).wait()
+            store.leases.publish([initial])
+            store.steps.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
+            (read,) = store.leases.acquire_read([weights], 0).wait()
+            write = store.gradients.acquire(SlabName(group="unit", kind=pb.KIND_GRAD), 1).wait()
             streams = Streams(channel, store.session_id, lambda: None)
             yield _Remote(store=store, streams=streams, read_lease=read.lease_id, write_lease=write.lease_id)
     finally:

@@ -35,7 +35,7 @@ from trainer_client.client.transport import attachment
 from trainer_client.client.transport.arena import MappedArena
 from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.planes import ArenaPlane, LeasedBytes
-from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.client.transport.slab_leases import SlabLeases
 from trainer_client.training.step.hooks import UnitHooks
 
 NAN_BYTE = 0xFF
@@ -131,7 +131,7 @@ def guarded_arena() -> Iterator[None]:
         return planes[-1]
 
     release, release_quietly = Attachment.release, Attachment.release_quietly
-    check_leases, begin_step = RankStore.check_leases, UnitHooks.begin_step
+    check_leases, begin_step = SlabLeases.check, UnitHooks.begin_step
 
     def ending(self: Attachment, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> Any:
         _plane_of(self).end_leases(asked.lease_id for asked in releases)
@@ -142,7 +142,7 @@ def guarded_arena() -> Iterator[None]:
         _plane_of(self).end_leases(ids)
         release_quietly(self, ids)
 
-    def checking(self: RankStore) -> None:
+    def checking(self: SlabLeases) -> None:
         check_leases(self)
         # Commits that are made later check on a thread of their own, beside the trainer's copies.
         if threading.current_thread() is threading.main_thread():
@@ -156,7 +156,7 @@ def guarded_arena() -> Iterator[None]:
         patch.object(attachment, "ArenaPlane", make),
         patch.object(Attachment, "release", ending),
         patch.object(Attachment, "release_quietly", ending_quietly),
-        patch.object(RankStore, "check_leases", checking),
+        patch.object(SlabLeases, "check", checking),
         patch.object(UnitHooks, "begin_step", beginning_step),
     ):
         try:

@@ -122,7 +122,7 @@ def _judge_one(site: Site, number: int, address: str, right: Mapping[int, Plan],
     began = time.monotonic()
     row: dict[str, Any] = {"site": site.name, "found_by": None}
     # One rank alone has no collectives, so the programs of two find these mutants.
-    is_of_ranks = site.module.endswith(".collectives") or "communicating" in site.text
+    is_of_ranks = ".ranks." in site.module or "communicating" in site.text
     for ranks, plan in sorted(right.items(), reverse=is_of_ranks):
         job, result = f"mutant {number} {ranks}", str(place / "result.json")
         found = run(replace(plan, site=number, address=address, job=job, result=result), ranks, place)

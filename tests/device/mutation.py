@@ -24,8 +24,12 @@ MODULES = (
     "trainer_client.training.step.gradient_memory",
     "trainer_client.training.step.gradients",
     "trainer_client.training.step.hooks",
+    "trainer_client.training.step.backward_hooks",
+    "trainer_client.training.step.outermost_forward",
+    "trainer_client.training.step.unit_holds",
     "trainer_client.training.model.units",
     "trainer_client.training.ranks.collectives",
+    "trainer_client.training.ranks.process_groups",
     "trainer_client.training.run.commits",
 )
 # Methods that wait, make something wait, or note what has to be waited for.

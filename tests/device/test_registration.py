@@ -18,9 +18,10 @@ from tests.integration.support.stopped_client import attach
 from tests.integration.support.store_client import Clients
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
+from trainer_client.client.transport.journal import SlabName
 from trainer_client.client.transport.mapping import map_file
 from trainer_client.client.transport.pinning import DRIVERS, PinDriver, PinError, Pins, driver_of, slices_of
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.rank_store import RankStore
 
 DEVICE = torch.device("lag", 0)
 MIB = 1 << 20
@@ -98,7 +99,7 @@ def test_a_client_that_leaves_waits_for_late_copies_into_its_lease(driver: PinDr
         clients.rank(layout, run_id="first").begin().close()
         store = RankStore(daemon.address, "late", driver=driver)
         attach(store, layout)
-        (leased,) = store.acquire_write([SlabName(group=layout.groups[0], kind=pb.KIND_GRAD)], 1).wait()
+        leased = store.gradients.acquire(SlabName(group=layout.groups[0], kind=pb.KIND_GRAD), 1).wait()
         assert leased.place is not None
         leased.place.pins.wait()
         assert leased.is_pinned
@@ -128,7 +129,7 @@ def test_a_rank_votes_behind_its_last_copy(driver: PinDriver, tmp_path: Path) ->
         rank = clients.rank(layout, run_id="second")
         own, rank.session_id = rank.session_id, store.session_id
         rank.resume()
-        read = store.acquire_read([SlabName(group=layout.groups[0], kind=pb.KIND_PARAM)], 0).wait()[0]
+        read = store.leases.acquire_read([SlabName(group=layout.groups[0], kind=pb.KIND_PARAM)], 0).wait()[0]
         assert read.place is not None
         read.place.pins.wait()
         lag.set_lag(lag.ENDLESS)
@@ -141,10 +142,10 @@ def test_a_rank_votes_behind_its_last_copy(driver: PinDriver, tmp_path: Path) ->
             was_done.append(done.query())
             done.synchronize()
 
-        store.release([read]).wait()
+        store.leases.release([read]).wait()
         for group in rank.groups:
             rank.apply(1, rank.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=1), group=group)
-        store.commit(1, b"0:1", 0, wait_for_copies=wait_for_copies).wait()
+        store.steps.commit(1, b"0:1", 0, wait_for_copies=wait_for_copies).wait()
         assert was_done == [False] and done.query()
         rank.session_id = own
         del read

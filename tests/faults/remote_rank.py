@@ -12,8 +12,9 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base.shard import Kind
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import GRAD_SCALE, Layout, reference_of
+from trainer_client.client.transport.journal import GroupUpdate, SlabName
 from trainer_client.client.transport.planes import LeasedBytes
-from trainer_client.client.transport.rank_store import GroupUpdate, RankStore, SlabName
+from trainer_client.client.transport.rank_store import RankStore
 
 
 class RemoteRank:
@@ -35,8 +36,8 @@ class RemoteRank:
         request = pb.OpenJobRequest(
             run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO, **job_fields(self.layout)
         )
-        committed = self.store.open_job(request).committed
-        self.store.register_shards([group_to_wire(self.layout.group(name)) for name in self.layout.groups])
+        committed = self.store.job.open(request).committed
+        self.store.job.register_shards([group_to_wire(self.layout.group(name)) for name in self.layout.groups])
         return committed
 
     def begin(self) -> RemoteRank:
@@ -46,8 +47,8 @@ class RemoteRank:
             leased = self._lease(group, self.layout.weight_kind, step=0)
             initial = [self._reference.initial(group, index) for index in range(len(self.layout.shards))]
             self._fill(leased, self.layout.weight_kind, initial)
-            self.store.publish([leased])
-        self.store.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
+            self.store.leases.publish([leased])
+        self.store.steps.commit(0, b"", 0, wait_for_copies=lambda: None).wait()
         return self
 
     def gradient(self, step: int, group: str) -> LeasedBytes:
@@ -67,19 +68,19 @@ class RemoteRank:
             if values is not None:
                 hyper.append(values)
         update = GroupUpdate(group=group, gradient=gradient, scale=GRAD_SCALE, hyper_parameters_of_shard=indexes)
-        self.store.apply_gradients(step, hyper, [update])
+        self.store.gradients.apply(step, hyper, [update])
 
     def train(self, step: int) -> None:
         """Train and commit one step."""
         for group in self.layout.groups:
             self.apply(step, group, self.gradient(step, group))
-        self.store.commit(step, b"", step, wait_for_copies=lambda: None).wait()
+        self.store.steps.commit(step, b"", step, wait_for_copies=lambda: None).wait()
 
     def assert_at(self, step: int) -> None:
         """Check that the newest bytes are those of torch after `step`."""
         for group in self.layout.groups:
             for kind in self.layout.kinds:
-                (leased,) = self.store.acquire_read(
+                (leased,) = self.store.leases.acquire_read(
                     [SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind])], 0
                 ).wait()
                 assert leased.version == step
@@ -87,11 +88,14 @@ class RemoteRank:
                 for shard in self.layout.group(group).shards:
                     expected = self._reference.states(step)[group, shard.fqn, kind]
                     assert torch.equal(stored[shard.group_offset :][: shard.numel], expected), (shard.fqn, kind)
-                self.store.release([leased]).wait()
+                self.store.leases.release([leased]).wait()
 
     def _lease(self, group: str, kind: Kind, *, step: int) -> LeasedBytes:
         slab = SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind])
-        (leased,) = self.store.acquire_write([slab], step).wait()
+        if kind is Kind.GRAD:
+            leased = self.store.gradients.acquire(slab, step).wait()
+        else:
+            (leased,) = self.store.leases.acquire_write([slab], step).wait()
         leased.data.zero_()
         return leased
 

@@ -149,7 +149,7 @@ def test_a_black_hole_of_five_seconds_is_only_a_pause(place: Place) -> None:
         place.network.weather = BLACK_HOLE
         timer.start()
         rank.apply(1, "a", gradient)
-        rank.store.commit(1, b"", 1, wait_for_copies=lambda: None).wait()
+        rank.store.steps.commit(1, b"", 1, wait_for_copies=lambda: None).wait()
         rank.assert_at(1)
         timer.join()
 
@@ -190,7 +190,7 @@ def test_a_connection_that_is_reset_in_mid_transfer_is_taken_up_where_it_was(pla
                 gradient = rank.gradient(step, "a")
                 proxy.reset_after(2 * MIB)
                 rank.apply(step, "a", gradient)
-                rank.store.commit(step, b"", step, wait_for_copies=lambda: None).wait()
+                rank.store.steps.commit(step, b"", step, wait_for_copies=lambda: None).wait()
                 rank.assert_at(step)
             else:
                 rank.train(step)

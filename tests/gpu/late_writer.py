@@ -15,7 +15,8 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from tests.gpu.registered import cuda_driver
 from tests.integration.support.stopped_client import attach
 from tests.unit.storage.builders import Layout
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 
 MARK = 0xAB
 COPIES = 64
@@ -25,7 +26,7 @@ def main(address: str, job: str, numel: str, cycles: str) -> None:
     store = RankStore(address, "late writer", driver=cuda_driver())
     layout = Layout(name=job, numels=(int(numel),), groups=("a",))
     attach(store, layout, run_id=f"of {os.getpid()}")
-    (leased,) = store.acquire_write([SlabName(group="a", kind=pb.KIND_GRAD)], 1).wait()
+    leased = store.gradients.acquire(SlabName(group="a", kind=pb.KIND_GRAD), 1).wait()
     assert leased.place is not None
     leased.place.pins.wait()
     assert leased.is_pinned
@@ -43,7 +44,7 @@ def main(address: str, job: str, numel: str, cycles: str) -> None:
     print(json.dumps({"offset": leased.place.offset, "nbytes": leased.data.numel()}), flush=True)
     sys.stdin.readline()
     side.synchronize()
-    store.release([leased]).wait()
+    store.leases.release([leased]).wait()
     store.close()
 
 

@@ -70,8 +70,8 @@ def holder(clients: Clients, daemon: Daemon, job: str) -> Rank:
 
 
 def register(store: RankStore) -> None:
-    store.open_job(pb.OpenJobRequest(**job_fields(WAITING), run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO))
-    store.register_shards([group_to_wire(WAITING.group("a"))])
+    store.job.open(pb.OpenJobRequest(**job_fields(WAITING), run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO))
+    store.job.register_shards([group_to_wire(WAITING.group("a"))])
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ from tests.integration.support.equality import assert_equal
 from tests.integration.support.training import build_model, make_optimizer
 from tests.integration.support.waiting import wait_until
 from trainer_client import JobConflictError, StoreClientSync, StoredJob
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.training.run.data_loader import GlobalOrder
 
@@ -222,7 +223,7 @@ def commit_half(address: str, job: str, parameters: Iterable[pb.Parameter], step
     """Commit a layout of two ranks at `step` on one store only, as if the rank of the other store had not committed."""
     store = RankStore(address, "half of a run")
     try:
-        store.open_job(
+        store.job.open(
             pb.OpenJobRequest(
                 job=job,
                 run_id="half",
@@ -234,12 +235,12 @@ def commit_half(address: str, job: str, parameters: Iterable[pb.Parameter], step
                 layout="half",
             )
         )
-        store.begin_layout(step)
+        store.job.begin_layout(step)
         kind = pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_NVME)
         shard = pb.Shard(fqn="transformer.ln_f.bias", numel=16)
-        store.register_shards([pb.ShardGroup(name="half", numel=16, shards=[shard], kinds=[kind])])
-        store.publish(store.acquire_write([SlabName(group="half", kind=pb.KIND_PARAM)], step).wait())
-        store.commit(step, b"", step - 1, wait_for_copies=lambda: None).wait()
+        store.job.register_shards([pb.ShardGroup(name="half", numel=16, shards=[shard], kinds=[kind])])
+        store.leases.publish(store.leases.acquire_write([SlabName(group="half", kind=pb.KIND_PARAM)], step).wait())
+        store.steps.commit(step, b"", step - 1, wait_for_copies=lambda: None).wait()
     finally:
         store.close()
     wait_until(lambda: job_sessions(address, job) == 0)

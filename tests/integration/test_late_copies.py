@@ -159,6 +159,6 @@ def test_a_rank_votes_after_its_last_copy_and_a_look_at_the_word(
 
         # The connection is still refused, so only the word says that the session has ended.
         with pytest.raises(SessionEndedError, match="leases are void"):
-            store.commit(1, b"", 0, wait_for_copies=wait_for_copies)
+            store.steps.commit(1, b"", 0, wait_for_copies=wait_for_copies)
         again = clients.rank(layout, run_id="third")
         assert again.resume() == 0, "there was no vote"

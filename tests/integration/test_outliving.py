@@ -401,7 +401,7 @@ def test_a_token_file_that_is_just_being_written_is_read_again(
                 # The rank looks at the file meanwhile.
                 time.sleep(0.5)
                 own.write_text(token)
-                assert store.confirm_epoch() != former
+                assert store.job.confirm_epoch() != former
 
 
 def test_a_token_file_that_stays_empty_ends_the_run_with_its_name(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_token_file_that_stays_empty_ends_the_run_with_its_name(tmp_path: Path
             with pytest.raises(
                 StoreUnavailableError, match=rf"reattach_timeout_seconds .*token file {own} must hold one"
             ):
-                store.confirm_epoch()
+                store.job.confirm_epoch()
 
 
 def test_a_daemon_that_stays_away_is_waited_for_as_long_as_the_config_says(tmp_path: Path) -> None:

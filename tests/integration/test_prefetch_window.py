@@ -104,7 +104,7 @@ def test_an_unchanged_window_is_not_sent_again(model_store: str) -> None:
     for home, most in (("cpu", 0), ("nvme", 0.7)):
         with start(ZOO["gpt2-zoo"]().train(), model_store, f"messages-{home}", home) as engine:
             train(engine, BATCHES[:2])
-            with patch.object(engine._store, "prefetch", wraps=engine._store.prefetch) as sent:
+            with patch.object(engine._store.leases, "prefetch", wraps=engine._store.leases.prefetch) as sent:
                 counters = count_gathers(engine)
                 train(engine, BATCHES[2:6])
 

@@ -33,7 +33,8 @@ from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.client.store_client.client_sync import StoreClientSync
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreUnavailableError
 
 CODE = grpc.StatusCode
@@ -89,19 +90,19 @@ def test_a_session_survives_the_break_of_its_stream_with_its_leases(
         rank.session_id = store.session_id
         rank.resume()
         group = rank.groups[0]
-        (held,) = store.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait()
+        (held,) = store.leases.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait()
         for _ in range(3):
             cutter.refusing = True
             cutter.cut()
             wait_until(lambda: is_detached(daemon, "cut"))
             cutter.refusing = False
             # This call waits until the session is attached again.
-            (again,) = store.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait()
+            (again,) = store.leases.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait()
             assert again.data.data_ptr() == held.data.data_ptr()
-            store.release([again]).wait()
+            store.leases.release([again]).wait()
         assert len(sessions(daemon)) == 2 and not is_detached(daemon, "cut")
-        store.check_leases()
-        store.release([held]).wait()
+        store.leases.check()
+        store.leases.release([held]).wait()
         rank.train(1, 1)
         rank.assert_at(1)
 
@@ -126,13 +127,13 @@ def test_a_session_whose_stream_does_not_come_back_ends_after_the_grace_time(
         # The session's generation word in the arena shows the end at once. Other calls learn of it from the daemon's
         # answer.
         with pytest.raises(SessionEndedError, match="leases are void"):
-            store.check_leases()
+            store.leases.check()
         # The memory is quarantined because this process still maps it and could write to it.
         host = tiers(daemon.address)[0]
         assert host.leased_bytes == 0 and host.quarantined_bytes > 0
         cutter.refusing = False
         with pytest.raises(StoreUnavailableError):
-            store.acquire_read([SlabName(group=rank.groups[0], kind=pb.KIND_PARAM)], 0).wait()
+            store.leases.acquire_read([SlabName(group=rank.groups[0], kind=pb.KIND_PARAM)], 0).wait()
         with refused(CODE.NOT_FOUND, "session is unknown or has ended; open a new one"):
             rank.call("ListVersions")
         store.close()
@@ -164,7 +165,7 @@ def test_a_restarted_daemon_is_recognised(tmp_path: Path) -> None:
         # The trainer reattaches to the new daemon. A daemon that had only lost its connections would know the session.
         with Daemon(tmp_path / "state", config) as again, closing(store):
             with pytest.raises(DaemonRestartedError, match="what was not committed is gone"):
-                store.acquire_read([SlabName(group="any", kind=pb.KIND_PARAM)], 0)
+                store.leases.acquire_read([SlabName(group="any", kind=pb.KIND_PARAM)], 0)
             with closing(RankStore(again.address, "new")) as new:
                 assert new.epoch != store.epoch
             assert "Traceback" not in again.log
@@ -225,7 +226,7 @@ def test_a_daemon_without_a_free_seat_still_tells_a_client_that_it_was_restarted
             opened = [clients.client() for _ in range(2)]
             cutter.refusing = False
             with pytest.raises(DaemonRestartedError, match="what was not committed is gone"):
-                store.acquire_read([SlabName(group="any", kind=pb.KIND_PARAM)], 0)
+                store.leases.acquire_read([SlabName(group="any", kind=pb.KIND_PARAM)], 0)
             assert len(sessions(again)) == len(opened)
 
 

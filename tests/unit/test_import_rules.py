@@ -109,6 +109,7 @@ FLOORS = {
         "initial store_optimizer",
         "step",
         "access report run",
+        "whole_parameters",
     ),
     "trainer_client/engine": ("__init__ getters", "core", "states", "memory", "engine", "assembly", "start"),
     "benchmarks": ("__init__ common plots", "dataplane storage training"),

@@ -53,6 +53,7 @@ from trainer_client.training.step.small_reads import SmallReads
 from trainer_client.training.step.trace import Clock
 from trainer_client.training.step.training_step import Clipping, TrainingStep
 from trainer_client.training.step.updates import Updates
+from trainer_client.training.whole_parameters import WholeParameters
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ def _make_parts(
     hooks.install()
     if activations is not None:
         activations.watch(unit.module for unit in job.units if not unit.is_root and unit.tile is None)
+    access = _make_access(user, rank, job, gradients, scaler)
     return EngineParts(
         tiling=job.tiling,
         states=job.states,
@@ -146,7 +148,8 @@ def _make_parts(
         hooks=hooks,
         step=step,
         scaler=scaler,
-        access=_make_access(user, rank, job, gradients, scaler),
+        access=access,
+        whole_parameters=WholeParameters(job.units, access, rank.collectives),
         commits=commits,
         passes=passes,
         run_state=_make_run_state(user, rank, job, made_with, micro_batches, step, scaler, clock),
@@ -162,7 +165,7 @@ def _make_step(
     user: UserObjects, rank: RankContext, job: Job, scaler: LossScaler, changes: InPlaceChanges
 ) -> tuple[Gradients, Updates, TrainingStep]:
     clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
-    early = EarlyUpdates(rank.store, are_final=rank.settings.paramserver.early_updates == "final")
+    early = EarlyUpdates(rank.store.gradients, are_final=rank.settings.paramserver.early_updates == "final")
     gradients = Gradients(
         job.units,
         job.states,
@@ -173,7 +176,7 @@ def _make_step(
         exact_norms=clipping.norm > 0,
         mean=rank.settings.gradient_allreduce_op == "mean",
     )
-    rank.store.expect_gradients(sum(state.given_gradient_bytes for state in job.states))
+    rank.store.gradients.expect(sum(state.given_gradient_bytes for state in job.states))
     updates = Updates(job.states, early, rank.store, rank.collectives)
     step = TrainingStep(
         gradients=gradients,
@@ -284,7 +287,7 @@ def _make_traces(rank: RankContext, resources: ExitStack) -> Sequence[StepTrace 
 def _make_residency(rank: RankContext, job: Job) -> Residency:
     return Residency(
         job.units,
-        rank.store,
+        rank.store.leases,
         prefetch_bytes=rank.store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
         kept_elements=rank.settings.zero_optimization.stage3_max_live_parameters,
         is_alone=job.sharers == 1,
@@ -335,7 +338,7 @@ def _make_small_reads(user: UserObjects, rank: RankContext, job: Job, commits: C
         user.parameters if job.sharers == world_size else (),
         largest=zero.stage3_param_persistence_threshold,
         total=zero.stage3_model_persistence_threshold,
-        store=rank.store,
+        leases=rank.store.leases,
         world_size=world_size,
         wait_for_step=wait_for_step,
     )
@@ -346,7 +349,6 @@ def _make_access(
 ) -> StateAccess:
     return StateAccess(
         model=user.module,
-        units=job.units,
         states=job.states,
         gradients=gradients,
         scaler=scaler,

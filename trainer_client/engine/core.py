@@ -37,6 +37,7 @@ from trainer_client.training.step.in_place import InPlaceChanges
 from trainer_client.training.step.phases import Phase
 from trainer_client.training.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.training.step.training_step import TrainingStep
+from trainer_client.training.whole_parameters import WholeParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class EngineParts:
     step: TrainingStep
     scaler: LossScaler
     access: StateAccess
+    whole_parameters: WholeParameters
     commits: Commits
     passes: BackwardPasses
     run_state: RunState
@@ -106,6 +108,7 @@ class EngineCore(EngineGetters):
         self._changes = parts.changes
         self._gather = parts.gather
         self._access = parts.access
+        self._whole_parameters = parts.whole_parameters
         self._commits = parts.commits
         self._passes = parts.passes
         self._scaler = parts.scaler
@@ -138,7 +141,7 @@ class EngineCore(EngineGetters):
             )
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if self._hooks.has_lost_backward:
+        if self._hooks.backward.is_lost:
             self._fail_backward(RuntimeError("loss.backward() has failed; see the error that it raised"))
         if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.OFFLOADED, Phase.FAILED):
             raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
@@ -160,7 +163,7 @@ class EngineCore(EngineGetters):
 
     def _fail_backward(self, error: BaseException) -> None:
         """If a backward pass is under way, give up the step and abandon the run, because the pass has failed."""
-        if self._hooks.abort_backward():
+        if self._hooks.backward.abort():
             self._step.abandon()
             self._abandon_run("a backward pass", error)
 
@@ -172,7 +175,7 @@ class EngineCore(EngineGetters):
         there is no failure of the rank.
         """
         if self._collectives.world_size > 1 and self._process.is_here:
-            self._collectives.abandon(what, error)
+            self._collectives.process_groups.abandon(what, error)
             self._commits.abandon()
             self._store.close()
 

@@ -108,7 +108,7 @@ class Engine(EngineMemory):
         With `torch_autocast` in the config, the forward runs under `torch.autocast`.
         """
         self._require_open()
-        self._hooks.expect_forward()
+        self._hooks.forward.expect_none()
         self._passes.expect_loss()
         if torch.is_grad_enabled() and not self._is_within_step:
             self._run_state.note_late_changes()
@@ -116,7 +116,7 @@ class Engine(EngineMemory):
             with self._precision.autocast(self.device), self._saving_boundaries():
                 return self.module(*args, **kwargs)
         except BaseException:
-            self._hooks.fail_forward()
+            self._hooks.forward.fail()
             raise
 
     def _saving_boundaries(self) -> AbstractContextManager[None]:
@@ -152,10 +152,10 @@ class Engine(EngineMemory):
         scaled = self._scaler.scaled(loss)
         plan = self._passes.begin()
         try:
-            self._hooks.begin_backward(plan)
+            self._hooks.backward.begin(plan)
             with self._passes.multiplied(self._scaler.scale / divisor):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
-            self._hooks.finish_backward()
+            self._hooks.backward.finish()
         except BaseException as error:
             self._fail_backward(error)
             raise
@@ -207,7 +207,7 @@ class Engine(EngineMemory):
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
-        if self._access.is_holding:
+        if self._whole_parameters.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if not self.has_gradient:
             raise PhaseError("step() without backward(): there is no gradient")

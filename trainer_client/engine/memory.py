@@ -57,7 +57,7 @@ class EngineMemory(EngineStates):
             raise ConfigError(f"offload_states(device={str(device)!r}): states can be moved to 'cpu' only")
         if self._hooks.phase is not Phase.OFFLOADED:
             self._require_open()
-        if self._access.is_holding:
+        if self._whole_parameters.is_holding:
             raise RuntimeError("offload_states() within gathered(): leave it first")
         # A commit under way may still read states from the device, so the engine waits for its end before it moves the
         # states.
@@ -102,7 +102,7 @@ class EngineMemory(EngineStates):
         if nbytes < 0:
             raise ConfigError(f"set_gpu_budget({nbytes}): write a number of bytes, 0 for no copies on the device")
         self._require_open()
-        if self._access.is_holding:
+        if self._whole_parameters.is_holding:
             raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
         # A commit under way may still hold leases of device copies, so the engine waits for its end before it changes
         # the memory for device copies.

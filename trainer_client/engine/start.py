@@ -324,7 +324,7 @@ def _connect(
         recorder=recorder,
         survival=survival if section.reattach_timeout_seconds else None,
         trace_parent=trace_parent,
-        on_rank_gone=collectives.rank_has_gone,
+        on_rank_gone=collectives.process_groups.rank_has_gone,
     )
     resources.apart.callback(store.end_session)
     resources.all.callback(store.close)

@@ -1,7 +1,8 @@
 """The engine's methods that read, change, save and load states: of whole models, of checkpoints, of parameters.
 
 This module owns when a change of states is committed: as a commit of its own, between two passes. It must never make a
-training step. `training/access.py` reads and changes the states, and `training/run/checkpoints.py` knows checkpoints.
+training step. `training/access.py` reads and changes the states, `training/whole_parameters.py` makes parameters whole
+within a context, and `training/run/checkpoints.py` knows checkpoints.
 """
 
 from __future__ import annotations
@@ -479,18 +480,18 @@ class EngineStates(EngineCore):
         self._require_open()
         chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         if modifier_rank is None:
-            with self._access.gathered(chosen):
+            with self._whole_parameters.gathered(chosen):
                 yield
-                self._access.require_unchanged(chosen)
+                self._whole_parameters.require_unchanged(chosen)
             return
         self._require_between_passes("gathered(modifier_rank=...)")
-        before = self._access.parameters_before(chosen)
-        with self._access.gathered(chosen):
+        before = self._whole_parameters.parameters_before(chosen)
+        with self._whole_parameters.gathered(chosen):
             with self._refusals.allow_load(chosen if self._collectives.rank == modifier_rank else ()):
                 yield
             self._require_between_passes("the end of gathered(modifier_rank=...)")
             with self._changing():
-                self._access.hand_over_changed(chosen, before, modifier_rank, self._commits.next)
+                self._whole_parameters.hand_over_changed(chosen, before, modifier_rank, self._commits.next)
         with self._changing():
             self._commit_change()
 
@@ -601,7 +602,7 @@ class EngineStates(EngineCore):
         # A daemon of an earlier release cannot amend a committed step (replace its client state). The changes of the
         # client state are lost then, and the next run logs that.
         if amended is not None and AMENDED_STEPS in self._store.capabilities:
-            self._store.amend_step(step, amended)
+            self._store.steps.amend(step, amended)
 
     def _commit_changes_of_script(self) -> None:
         """Commit what the script has changed since the last step: parameters, buffers and its client state.

@@ -22,7 +22,8 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.base.alignment import round_up
 from trainer_client.client.store_client.staging import registrations
 from trainer_client.client.store_client.types import Kind, Placement, durability_to_proto
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.checkpoint import CheckpointTensor, Values
 
@@ -119,18 +120,18 @@ class ImportedJob:
             StoreError: the store failed, or has no room.
         """
         number = self._number(step)
-        store.open_job(self._request())
+        store.job.open(self._request())
         # If the session ends before the layout's first commit, the store frees the layout and all bytes of it. So a
         # failed import leaves nothing in the store.
-        store.begin_layout(number)
+        store.job.begin_layout(number)
         for registration in registrations(map(self._to_proto, self._groups)):
-            store.register_shards(registration.groups)
+            store.job.register_shards(registration.groups)
         for group in self._groups:
             for kind in group.kinds:
                 self._write(store, group, kind, number)
                 on_written(group.numel * group.dtype_of(kind).itemsize)
         # `wait_for_copies` does nothing, because the CPU has written all values, so no device is still copying.
-        store.commit(number, client_state, number, wait_for_copies=lambda: None).wait()
+        store.steps.commit(number, client_state, number, wait_for_copies=lambda: None).wait()
         return number
 
     def _number(self, step: int) -> int:
@@ -194,7 +195,7 @@ class ImportedJob:
     def _write(self, store: RankStore, group: _Group, kind: Kind, step: int) -> None:
         """Read one kind of a group from the files into leased memory of the store, and publish it as a slab."""
         slab = SlabName(group=group.name, kind=KINDS[kind])
-        leases = store.acquire_write([slab], step).wait()
+        leases = store.leases.acquire_write([slab], step).wait()
         try:
             (leased,) = leases
             # The leased memory may still have bytes of another session. The tensors do not overwrite the padding
@@ -203,9 +204,9 @@ class ImportedJob:
             for shard in group.shards:
                 source = _source(shard.tensor, kind)
                 source.read(values[shard.position : shard.position + shard.numel], shard.offset)
-            store.publish(leases)
+            store.leases.publish(leases)
         except BaseException:
-            store.release_quietly(leases)
+            store.leases.release_quietly(leases)
             raise
 
 

@@ -1,30 +1,26 @@
 """Access to the states of single parameters, by name, wherever they live: reading, and changes between two steps.
 
-This module owns the contexts (`gathered`) in which a user has whole units. It must never commit: a change becomes a
-part of the next commit, which the engine makes.
+This module owns the places of parameters: which part of which flat group has a parameter's values. It must never
+commit: a change becomes a part of the next commit, which the engine makes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from paramserver.contract.kinds import MASTER, PARAM, Kind, kind_name
-from trainer_client.errors import ConfigError, InPlaceChangeError
+from paramserver.contract.kinds import Kind, kind_name
+from trainer_client.errors import ConfigError
 from trainer_client.training.model.flat_group import FlatGroup
 from trainer_client.training.model.parameters import ModelParameter
 from trainer_client.training.model.plain_state import modules_with_extra_state
 from trainer_client.training.model.slot_table import ShardRange
 from trainer_client.training.model.states import GroupStates
-from trainer_client.training.model.units import Unit
-from trainer_client.training.model.whole import hide_whole, show_whole
 from trainer_client.training.ranks.collectives import Collectives
 from trainer_client.training.step.gradients import Gradients
 from trainer_client.training.step.precision import LossScaler
@@ -65,7 +61,7 @@ class StateShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class Place:
     """Where a parameter, or a tile of one, is stored: its flat group, its slot, and this rank's part of it.
 
     Attributes:
@@ -93,14 +89,14 @@ class _Place:
 
 # Where the values of a parameter are stored: one place, or for a tiled parameter the places of its tiles in the order
 # of their rows.
-_Places: TypeAlias = tuple[_Place, ...]
+Places: TypeAlias = tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChange:
     """New values [n] of one kind of a parameter, for this rank's part of it; `hand_over` makes the change."""
 
-    place: _Place
+    place: Place
     kind: Kind
     values: torch.Tensor
 
@@ -117,27 +113,22 @@ class StateAccess:
         self,
         *,
         model: nn.Module,
-        units: Sequence[Unit],
         states: Sequence[GroupStates],
         gradients: Gradients,
         scaler: LossScaler,
         collectives: Collectives,
     ) -> None:
-        self._units = units
         self._states = states
         self._gradients = gradients
         self._scaler = scaler
         self._collectives = collectives
-        self._places: dict[int, _Places] = {}
+        self._places: dict[int, Places] = {}
         for state in states:
             shards = {shard.slot: shard for shard in state.group.shards}
             for slot, parameter in enumerate(state.group.parameters):
-                place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
+                place = Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
                 key = id(parameter.whole.tensor)
                 self._places[key] = (*self._places.get(key, ()), place)
-        # The number of open contexts of `gathered` that show a tiled parameter as a whole, by the id of its tensor. The
-        # last of these contexts hides the whole again.
-        self._shown: Counter[int] = Counter()
         self._model = model
         # Where the parameter with a name of the model's state dict is stored, by the name; a tied parameter has several
         # names. None if the name is that of a buffer, of a module's extra state, or of an entry that a module adds by a
@@ -248,7 +239,7 @@ class StateAccess:
         places = self._places_of_key(key)
         if kind == _GRAD and any(self._gradients.partition_of(p.state.group, p.slot) is None for p in places):
             return None
-        return _joined([self._part(place, kind) for place in places])
+        return joined([self._part(place, kind) for place in places])
 
     def parameter(self, key: ParameterKey) -> ModelParameter:
         """Return the ModelParameter of a parameter or name. Raise ConfigError if the model has no such parameter."""
@@ -372,105 +363,6 @@ class StateAccess:
             partition = self._gradients.change(place.state.group, place.slot)
             partition[place.range] = (part.float() * self._scaler.scale).to(partition.device, partition.dtype)
 
-    @contextmanager
-    def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Make parameters whole within the context, together with all other parameters of their units.
-
-        All ranks must call this.
-        """
-        chosen = list(parameters)
-        with ExitStack() as held:
-            for unit in self._units_of(chosen):
-                unit.hold()
-                held.callback(unit.release_hold)
-            for tensor in {id(tensor): tensor for tensor in chosen}.values():
-                if (places := self._places_of(tensor))[0].parameter.tile_of is not None:
-                    held.enter_context(self._showing(places))
-            yield
-
-    @contextmanager
-    def _showing(self, places: _Places) -> Iterator[None]:
-        """Give a tiled parameter memory with all its values within the context, copied from its gathered tiles."""
-        whole = places[0].parameter.whole
-        if not self._shown[id(whole.tensor)]:
-            show_whole(whole, torch.cat([place.parameter.tensor.detach() for place in places]))
-        self._shown[id(whole.tensor)] += 1
-        try:
-            yield
-        finally:
-            self._shown[id(whole.tensor)] -= 1
-            if not self._shown[id(whole.tensor)]:
-                group = places[0].state.group
-                hide_whole(whole, group.dtype, group.device)
-
-    def require_unchanged(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check that the script has not changed parameters that were gathered for reading. Call this within `gathered`.
-
-        There is nothing to check for parameters that are always whole on this rank, because a change of them counts.
-        If a context around this one holds a unit as well, the end of that context checks the unit.
-
-        Raises:
-            InPlaceChangeError: a parameter was changed, and the change would be lost.
-        """
-        chosen = list(parameters)
-        for unit in self._units_of(chosen):
-            if unit.is_held_once:
-                if (changed := unit.find_changed()) is not None:
-                    raise InPlaceChangeError(changed.fqn)
-                unit.require_undoubted()
-        for tensor in chosen:
-            places = self._places_of(tensor)
-            if places[0].parameter.tile_of is not None and self._shown[id(tensor)] == 1:
-                tiles = torch.cat([place.parameter.tensor.detach().reshape(-1) for place in places])
-                if not torch.equal(tensor.detach().reshape(-1).view(torch.uint8), tiles.view(torch.uint8)):
-                    raise InPlaceChangeError(places[0].parameter.fqn)
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether a context of `gathered` is open."""
-        return any(unit.is_held for unit in self._units)
-
-    def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's part of each parameter before a change, so that `hand_over_changed` can compare."""
-        reader = _StateReader()
-        return [_joined([reader.part(place, PARAM) for place in self._places_of(tensor)]) for tensor in parameters]
-
-    @torch.no_grad()
-    def hand_over_changed(
-        self, parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor], modifier_rank: int, step: int
-    ) -> None:
-        """Hand over, on all ranks, the values that `modifier_rank` has written into whole parameters within `gathered`.
-
-        All ranks must call this. The fp32 master weight of an element that was not changed stays as it is.
-
-        Args:
-            before: the result of `parameters_before`, called before the change.
-        """
-        changes = []
-        masters = _StateReader()
-        for tensor, old in zip(parameters, before, strict=True):
-            places = self._places_of(tensor)
-            whole = tensor.detach().contiguous()
-            self._collectives.broadcast(whole, source=modifier_rank)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(whole)
-            for place, before_part in zip(places, _split(old, places), strict=True):
-                if place.parameter.tile_of is not None:
-                    # A tile of a changed parameter gets the parameter's new rows, too, because it stays gathered if an
-                    # outer context of `gathered` holds it.
-                    rows = whole.reshape(-1)[place.parameter.first :][: place.parameter.shape.numel()]
-                    place.parameter.tensor.detach().copy_(rows.view(place.parameter.shape))
-                new = whole.reshape(-1)[place.part].cpu()
-                changes.append(StateChange(place=place, kind=PARAM, values=new))
-                if place.state.group.has_master:
-                    master = torch.where(new == before_part, masters.part(place, MASTER), new.float())
-                    changes.append(StateChange(place=place, kind=MASTER, values=master))
-        self.hand_over(changes, step)
-        for unit in self._units_of(parameters):
-            # An outer context of `gathered` checks its units for changes by the script when it ends. It must not refuse
-            # the change of this context, so each unit notes the new values as known.
-            unit.note_values()
-
     @torch.no_grad()
     def hand_over(self, changes: Iterable[StateChange], step: int) -> None:
         """Hand changed states over to the store, as a part of the uncommitted `step`.
@@ -494,7 +386,7 @@ class StateAccess:
             if mine:
                 state.refill()
 
-    def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[StateChange]:
+    def _changes(self, place: Place, kind: str, part: torch.Tensor) -> list[StateChange]:
         """Return the changes that set this rank's part of one kind of a parameter to `part`.
 
         For "param" and "master" these are the changes of all kinds of the weight, because they change together.
@@ -506,7 +398,7 @@ class StateAccess:
         weight = part.to(group.dtype) if kind == _PARAM else part
         return [StateChange(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
-    def _checked(self, places: _Places, kind: str, value: torch.Tensor, *, local: bool) -> list[torch.Tensor]:
+    def _checked(self, places: Places, kind: str, value: torch.Tensor, *, local: bool) -> list[torch.Tensor]:
         """Check the shape of a value from the user, and return this rank's part [n] of it, one for each tile.
 
         For a parameter that is not in tiles it is one part. It can raise ConfigError.
@@ -520,34 +412,29 @@ class StateAccess:
                 f"{what} {list(wanted)}"
             )
         value = value.detach().cpu()
-        return _split(value, places) if local else [value.reshape(-1)[place.part] for place in places]
+        return split(value, places) if local else [value.reshape(-1)[place.part] for place in places]
 
     # The methods below find where a parameter's values are stored.
 
-    def _places_of_key(self, key: ParameterKey) -> _Places:
+    def _places_of_key(self, key: ParameterKey) -> Places:
         """Return where a parameter, given by itself or by its name, is stored. Raise ConfigError if there is none."""
         if not isinstance(key, str):
-            return self._places_of(key)
+            return self.places_of(key)
         if key not in self._by_name:
             raise ConfigError(f"the model has no parameter {key!r}: write a name that model.named_parameters() gives")
         return self._by_name[key]
 
-    def _places_of(self, tensor: torch.Tensor) -> _Places:
+    def places_of(self, tensor: torch.Tensor) -> Places:
         """Return where a parameter is stored: one place, or one for each tile. It can raise ConfigError."""
         if id(tensor) not in self._places:
             raise ConfigError(f"a tensor of shape {list(tensor.shape)} is not a parameter of this engine's model")
         return self._places[id(tensor)]
 
-    def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
-        """Return the units of the parameters in the model's order, which is the same on every rank."""
-        groups = {id(place.state.group) for tensor in parameters for place in self._places_of(tensor)}
-        return [unit for unit in self._units if any(id(group) in groups for group in unit.groups)]
-
-    def _has_gradient(self, places: _Places) -> bool:
+    def _has_gradient(self, places: Places) -> bool:
         """Return whether any rank has a gradient of the parameter. All ranks must call this."""
         return all(self._collectives.any_rank([self._gradients.is_present(p.state.group, p.slot) for p in places]))
 
-    def _whole_gradient(self, place: _Place) -> torch.Tensor:
+    def _whole_gradient(self, place: Place) -> torch.Tensor:
         """Return the mean over ranks of a gradient so far, [numel] in fp32. All ranks must call this.
 
         The result includes gradients that the ranks have not reduced yet, rounded as if the ranks reduced them now.
@@ -561,7 +448,7 @@ class StateAccess:
         assert total is not None, "some rank has a gradient, so it is reduced or owed"
         return total / self._scaler.scale
 
-    def _part(self, place: _Place, kind: str) -> torch.Tensor:
+    def _part(self, place: Place, kind: str) -> torch.Tensor:
         """Return this rank's part [n] of one kind of the parameter or tile at `place`, on the CPU.
 
         All kinds but "param" are returned in fp32. A gradient is returned without the loss scale.
@@ -574,11 +461,11 @@ class StateAccess:
         values = place.state.read(_kind_of(group, kind, place.parameter.fqn))[place.range].clone()
         return values if kind == _PARAM else values.float()
 
-    def _whole(self, places: _Places, kind: str) -> torch.Tensor:
+    def _whole(self, places: Places, kind: str) -> torch.Tensor:
         """Return all elements of one kind of a parameter, flattened and on the CPU. All ranks must call this."""
-        return _joined([self._gather(place, self._part(place, kind)) for place in places])
+        return joined([self._gather(place, self._part(place, kind)) for place in places])
 
-    def _gather(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
+    def _gather(self, place: Place, part: torch.Tensor) -> torch.Tensor:
         """Return the whole parameter or tile, made of the `part` that each rank has. All ranks must call this."""
         group = place.state.group
         world_size = self._collectives.world_size
@@ -590,31 +477,12 @@ class StateAccess:
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
-class _StateReader:
-    """Reads this rank's parts of parameters from their flat groups, and keeps the partition that was read last.
-
-    Parameters of one flat group mostly come one after the other, so the group's partition is read once for them all.
-    """
-
-    def __init__(self) -> None:
-        self._state: GroupStates | None = None
-        self._partition = torch.empty(0)
-
-    def part(self, place: _Place, kind: Kind) -> torch.Tensor:
-        """Return this rank's part [n] of one kind of a parameter.
-
-        The kind must be the same in all calls, because the reader does not note of which kind its partition is.
-        """
-        if self._state is not place.state:
-            self._state, self._partition = place.state, place.state.read(kind)
-        return self._partition[place.range].clone()
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of a parameter, given those of its tiles; a single part is returned itself, not a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _split(values: torch.Tensor, places: _Places) -> list[torch.Tensor]:
+def split(values: torch.Tensor, places: Places) -> list[torch.Tensor]:
     """Cut `values` into this rank's parts of the tiles of a parameter, which lie in it one after the other."""
     return list(values.split([place.part.stop - place.part.start for place in places]))
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,15 +26,25 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import trainer_client
 from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches, moments_of
-from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.client.transport.job_calls import JobCalls
+from trainer_client.client.transport.slab_leases import SlabLeases
+from trainer_client.client.transport.step_calls import StepCalls
 
 RUN = Run(dropout=0.1)
 
-# The methods of a RankStore whose calls are moments of step 0. An import has a RankStore of its own.
-WATCHED = (
-    *("confirm_epoch", "open_job", "begin_layout", "register_shards", "roll_back", "put", "acquire_write", "publish"),
-    "commit",
-)
+# The methods of a RankStore's parts whose calls are moments of step 0, by the names of the moments. An import has a
+# RankStore of its own.
+WATCHED: Mapping[str, tuple[type, str]] = {
+    "confirm_epoch": (JobCalls, "confirm_epoch"),
+    "open_job": (JobCalls, "open"),
+    "begin_layout": (JobCalls, "begin_layout"),
+    "register_shards": (JobCalls, "register_shards"),
+    "roll_back": (JobCalls, "roll_back"),
+    "put": (StepCalls, "put"),
+    "acquire_write": (SlabLeases, "acquire_write"),
+    "publish": (SlabLeases, "publish"),
+    "commit": (StepCalls, "commit"),
+}
 
 # The daemon is killed this long after the begin of an operation, which takes a few milliseconds.
 _WITHIN_SECONDS = 0.004
@@ -123,25 +133,25 @@ class Killer:
             time.sleep(pause_seconds)
 
     @contextmanager
-    def watching(self, *names: str) -> Iterator[None]:
-        """Make the begin and the end of each call of these methods of a RankStore a moment of step 0."""
-        methods = {name: getattr(RankStore, name) for name in names}
+    def watching(self, watched: Mapping[str, tuple[type, str]]) -> Iterator[None]:
+        """Make the begin and the end of each call of these methods a moment of step 0."""
+        methods = {name: getattr(owner, method) for name, (owner, method) in watched.items()}
         counts = Counter[str]()
 
-        def watched(name: str, store: RankStore, *args: Any, **options: Any) -> Any:
+        def call(name: str, owner: Any, *args: Any, **options: Any) -> Any:
             number, counts[name] = counts[name], counts[name] + 1
             self.at(0, f"before {name} {number}")
-            result = methods[name](store, *args, **options)
+            result = methods[name](owner, *args, **options)
             self.at(0, f"after {name} {number}")
             return result
 
-        for name in names:
-            setattr(RankStore, name, _named(watched, name))
+        for name, (owner, method) in watched.items():
+            setattr(owner, method, _named(call, name))
         try:
             yield
         finally:
-            for name, method in methods.items():
-                setattr(RankStore, name, method)
+            for name, (owner, method) in watched.items():
+                setattr(owner, method, methods[name])
 
     @contextmanager
     def within(self, step: int, moment: str) -> Iterator[None]:
@@ -191,7 +201,7 @@ def start(plan: Plan, rank: int, killer: Killer) -> tuple[trainer_client.Engine,
     config = plan.config | {"gradient_accumulation_steps": plan.accumulation}
     if plan.addresses:
         config["paramserver"] = config["paramserver"] | {"address": plan.addresses[rank]}
-    with killer.watching(*WATCHED):
+    with killer.watching(WATCHED):
         engine, *_ = trainer_client.initialize(
             model=model,
             optimizer=optimizer,

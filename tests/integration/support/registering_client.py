@@ -13,8 +13,9 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.support.stopped_client import answer, attach
 from tests.unit.storage.builders import Layout
 from trainer_client.client.transport import arena
+from trainer_client.client.transport.journal import SlabName
 from trainer_client.client.transport.pinning import PinDriver
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.rank_store import RankStore
 
 
 def main(address: str, job: str) -> None:
@@ -28,7 +29,7 @@ def main(address: str, job: str) -> None:
     store, layout = RankStore(address, "registering", driver=driver), Layout(name=job)
     attach(store, layout, run_id=f"of {os.getpid()}")
     slabs = [SlabName(group=group, kind=pb.KIND_GRAD) for group in layout.groups]
-    leased = store.acquire_write(slabs, 1).wait()
+    leased = [store.gradients.acquire(slab, 1).wait() for slab in slabs]
     place = leased[0].place
     assert place is not None
     place.pins.wait()

@@ -45,7 +45,7 @@ def meet_at_the_end(collectives: Collectives, _: Path) -> bool:
 def wait_beside(collectives: Collectives, end: Path) -> bool:
     """Wait for something else than the other ranks, as a thread does for replicas."""
     time.sleep(0.05)
-    collectives.require_others("a wait", time.monotonic())
+    collectives.process_groups.require_others("a wait", time.monotonic())
     return end.exists()
 
 
@@ -83,7 +83,7 @@ def main() -> None:
             text = str(error)
             # A run whose last barrier fails has committed all steps, so it only closes the collectives.
             if meet is not meet_at_the_end:
-                collectives.abandon("a meeting", error)
+                collectives.process_groups.abandon("a meeting", error)
         (directory / f"begun-{rank}").touch()
     waited = time.monotonic() - began
     began = time.monotonic()

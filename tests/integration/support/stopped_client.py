@@ -13,15 +13,16 @@ from typing import Any
 from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import Layout
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.journal import SlabName
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import StoreUnavailableError
 
 LATE = 0xEE
 
 
 def attach(store: RankStore, layout: Layout, run_id: str = "stopped") -> None:
-    store.open_job(pb.OpenJobRequest(run_id=run_id, resume=pb.RESUME_POLICY_AUTO, **job_fields(layout)))
-    store.register_shards([group_to_wire(layout.group(name)) for name in layout.groups])
+    store.job.open(pb.OpenJobRequest(run_id=run_id, resume=pb.RESUME_POLICY_AUTO, **job_fields(layout)))
+    store.job.register_shards([group_to_wire(layout.group(name)) for name in layout.groups])
 
 
 def answer(**fields: Any) -> None:
@@ -48,9 +49,9 @@ def main(address: str, committed: str, new: str) -> None:
     attach(beginning, fresh)
     group = layout.groups[0]
     leased = {
-        "read": training.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait(),
-        "gradient": training.acquire_write([SlabName(group=group, kind=pb.KIND_GRAD)], 1).wait(),
-        "staged": beginning.acquire_write([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait(),
+        "read": training.leases.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait(),
+        "gradient": [training.gradients.acquire(SlabName(group=group, kind=pb.KIND_GRAD), 1).wait()],
+        "staged": beginning.leases.acquire_write([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait(),
     }
     answer(written_bytes=sum(leased[name][0].data.numel() for name in ("gradient", "staged")))
 
@@ -59,9 +60,9 @@ def main(address: str, committed: str, new: str) -> None:
     for name in ("gradient", "staged"):
         leased[name][0].data.fill_(LATE)
     answer(
-        checks=[raised(store.check_leases) for store in (training, beginning)],
-        publishing=raised(lambda: beginning.publish(leased["staged"])),
-        applying=raised(lambda: training.apply_gradients(1, [], [])),
+        checks=[raised(store.leases.check) for store in (training, beginning)],
+        publishing=raised(lambda: beginning.leases.publish(leased["staged"])),
+        applying=raised(lambda: training.gradients.apply(1, [], [])),
     )
 
     sys.stdin.readline()

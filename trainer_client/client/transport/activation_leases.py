@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.client.transport import lease_calls
@@ -46,11 +45,7 @@ class ActivationLeases:
         `wait` of the result raises StoreBudgetError if the store has no room for the activation.
         """
         at = self._attachments.current
-        pending = Pending(
-            lease_calls.acquire(at, [_want(pb.ActivationUse(size_bytes=nbytes))]),
-            lambda response: lease_calls.open_write(at, response.leases[0]),
-            release=partial(lease_calls.release_granted, at),
-        )
+        pending = lease_calls.acquire_one(at, _want(pb.ActivationUse(size_bytes=nbytes)))
         pending.while_late(self._relieve)
         return pending
 
@@ -83,7 +78,7 @@ class ActivationLeases:
 
     def lost(self) -> StoreUnavailableError:
         """Return the error to raise for an activation that is lost, because its daemon was lost."""
-        return self._attachments.activations_lost()
+        return self._attachments.continuation.activations_lost()
 
     def _owner_of(self, leased: LeasedBytes) -> Attachment:
         at = self._attachments.current

@@ -5,8 +5,8 @@ for other ranks, and the commit under way needs the votes of all ranks of the no
 
 1. waits for a daemon at the address, and opens the rank's job there if the rank had opened it. The daemon of the lost
    session counts only if it has said that it has ended that session;
-2. compares the newest commit of that daemon with the journal. It must be the commit under way or the one before it.
-   Otherwise the rank cannot go on, and every later call raises an error with the reason;
+2. compares the newest commit of that daemon with the journal (continuation.py). It must be the commit under way or the
+   one before it. Otherwise the rank cannot go on, and every later call raises an error with the reason;
 3. declares the rank's shard groups, and hands over the journal if the commit under way is missing. If the rank has
    voted for it already, the thread waits for that commit, because until then reads could miss what another rank has not
    handed over again;
@@ -33,28 +33,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
 
-from paramserver.contract.sizes import shown_size
-from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.base.log_context import carried
 from trainer_client.base.recorder import Cause, Recorder
 from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.backoff import Backoff
 from trainer_client.client.transport.channel import Pending, wait_until_serving
+from trainer_client.client.transport.continuation import Continuation, Membership
 from trainer_client.client.transport.credentials import Credentials
 from trainer_client.client.transport.journal import Journal, JournaledVote
 from trainer_client.client.transport.session_state import SessionState
 from trainer_client.errors import (
     ConfigError,
-    DaemonRestartedError,
     PermissionDeniedError,
-    SessionEndedError,
-    StepAbortedError,
     StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
@@ -93,21 +89,6 @@ _LOOK_AT_COMMIT_SECONDS = 0.5
 # The training thread waits longer than the attaching thread by this time, because the attaching thread knows why the
 # rank cannot attach again, and the user is to see that reason.
 _SLACK_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """The job that this rank has opened. After a restart of the daemon, the rank opens the job with the new daemon.
-
-    Attributes:
-        job: the request that opened the rank's job.
-        layouts: the layouts from which this run can go on. If the newest committed layout of the new daemon has
-            another name, the rank refuses that daemon, because another run has laid the job out anew. If None is in
-            the sequence, the rank also accepts a daemon whose job has no committed layout.
-    """
-
-    job: pb.OpenJobRequest
-    layouts: Sequence[str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +139,7 @@ class Attachments:
         journal: what this rank has handed over for the commit under way. A thread holds `changed` while it writes the
             journal, or reads it together with `current`.
         changed: the lock of `current` and `journal`; notified when `current` was replaced, or never will be.
+        continuation: says whether this rank can go on with the next daemon, and makes the errors that say why not.
         restarts: the restarts of the daemon that this rank has outlived.
     """
 
@@ -170,6 +152,7 @@ class Attachments:
         survival: Survival | None = None,
     ) -> None:
         self.journal = Journal()
+        self.continuation = Continuation(address, self.journal)
         self.restarts: list[Restart] = []
         self._attach = attach
         self._address = address
@@ -178,9 +161,6 @@ class Attachments:
         self._survival: Survival | None = None
         self._membership: Membership | None = None
         self._gone: StoreError | None = None
-        # The error with which the daemon has ended this rank's session, if the rank attaches to the same daemon again.
-        # None if the rank attaches to another daemon.
-        self._ended: SessionEndedError | None = None
         # The attachment on which the attaching thread needs the entries of the journal that only the training thread
         # can make, and the error with which the training thread failed to make them. Each may be None.
         self._wants_derived: Attachment | None = None
@@ -273,7 +253,7 @@ class Attachments:
         except StoreError as error:
             self._not_derived = error
         except BaseException as error:
-            self._not_derived = self._cannot(f"its first values cannot be made again ({error})")
+            self._not_derived = self.continuation.impossible(f"its first values cannot be made again ({error})")
             raise
         finally:
             self._wants_derived = None
@@ -376,7 +356,7 @@ class Attachments:
         except Exception as failure:
             if not isinstance(failure, StoreError):
                 log.exception("attaching again failed")
-            error = failure if isinstance(failure, StoreError) else self._cannot(str(failure))
+            error = failure if isinstance(failure, StoreError) else self.continuation.impossible(str(failure))
             if not self._closing.is_set():
                 log.error("%s", error.message)
             with self.changed:
@@ -398,7 +378,7 @@ class Attachments:
         """
         while True:
             attachment = self._wait_for_daemon(former, cause, deadline)
-            self._ended = former.session.ended_by(attachment.epoch)
+            self.continuation.ended = former.session.ended_by(attachment.epoch)
             try:
                 newest, again = self._take_up(attachment) if self._membership is not None else (None, None)
                 self._hand_over_again(attachment, deadline)
@@ -460,7 +440,7 @@ class Attachments:
         """
         membership = self._membership
         assert membership is not None
-        newest, layout = self._open_job(attachment, membership)
+        newest, layout = self.continuation.open_job(attachment, membership)
         with self.changed:
             vote = self.journal.vote
             # After a change of the job's layout, the daemon's newest commit may be one of the former layout with the
@@ -468,8 +448,8 @@ class Attachments:
             is_own = self.journal.layout_begun is None or layout == membership.job.layout
             if vote is not None and newest == vote.step and is_own:
                 self.acknowledge(vote.step)
-            self._check(newest)
-            if newest is not None and newest == self.journal.acknowledged and self._ended is None:
+            self.continuation.check_newest(newest)
+            if newest is not None and newest == self.journal.acknowledged and self.continuation.ended is None:
                 # The daemon was restarted and still has this rank's last commit, so that commit is durable.
                 self.journal.note_durable(newest)
             return newest, self.journal.step
@@ -482,7 +462,7 @@ class Attachments:
         """
         while True:
             with self.changed:
-                self._check_kept()
+                self.continuation.check_kept()
                 if not self.journal.replay(attachment):
                     self._wait_until_derived(attachment, deadline)
                     continue
@@ -511,7 +491,9 @@ class Attachments:
         failure = self._not_derived
         if self._wants_derived is not None:
             self._wants_derived = None
-            failure = self._cannot("the first values were not made again within paramserver.reattach_timeout_seconds")
+            failure = self.continuation.impossible(
+                "the first values were not made again within paramserver.reattach_timeout_seconds"
+            )
         if failure is not None:
             raise failure
 
@@ -523,104 +505,14 @@ class Attachments:
         while not vote.call.done() and time.monotonic() < deadline and not self._closing.is_set():
             self._closing.wait(_LOOK_AT_VOTE_SECONDS)
         if not vote.call.done():
-            raise self._cannot(
+            raise self.continuation.impossible(
                 f"commit {vote.step} was handed over again, but not by all ranks within "
                 "paramserver.reattach_timeout_seconds"
             )
         Pending(vote.call, lambda _: None).wait()
         self.acknowledge(vote.step)
 
-    def _open_job(self, attachment: Attachment, membership: Membership) -> tuple[int | None, str | None]:
-        """Open the job, and return its newest commit and the name of that commit's layout.
-
-        Raises:
-            DaemonRestartedError, SessionEndedError: it is not the job of this run, or other ranks of the run have gone.
-        """
-        request = pb.OpenJobRequest()
-        request.CopyFrom(membership.job)
-        # With RESUME_POLICY_MUST, a daemon that does not have the job refuses to open it, instead of creating a new
-        # one. This rank has a commit, if any is acknowledged, so the job must exist.
-        has_commit = self.journal.acknowledged is not None
-        request.resume = pb.RESUME_POLICY_MUST if has_commit else pb.RESUME_POLICY_AUTO
-        request.comes_back = self._ended is not None
-        try:
-            opened = attachment.call(attachment.stub.OpenJob, request)
-        except StoreError as error:
-            if error.code is grpc.StatusCode.NOT_FOUND:
-                raise self._cannot(f"it does not have the job of this run ({error.message})") from None
-            if error.code is grpc.StatusCode.FAILED_PRECONDITION or isinstance(error, StepAbortedError):
-                raise self._cannot(error.message) from None
-            raise
-        name = opened.layouts[-1].layout if opened.layouts else None
-        if name not in membership.layouts:
-            raise self._cannot(
-                f"its job {membership.job.job!r} has another history than this run's: it has another state directory, "
-                "or another run has laid the job out anew"
-            )
-        return newest_of(opened), name
-
-    def _check(self, newest: int | None) -> None:
-        """Raise DaemonRestartedError unless `newest`, a daemon's newest commit, is the last acknowledged one."""
-        journal = self.journal
-        # After another rank has begun a new layout of the job, the daemon shows no commit of the job until the new
-        # layout has one. So a missing commit is accepted here.
-        is_begun = journal.layout_begun is not None and newest is None
-        if newest != journal.acknowledged and (newest is None or newest != journal.returns_to) and not is_begun:
-            is_older = newest is None or (journal.acknowledged or 0) > newest
-            why = (
-                'with paramserver.durability other than "step", commits are gone with the memory of the daemon'
-                if is_older
-                else "another run has continued the job"
-            )
-            raise self._cannot(f"its newest commit is {newest}, and this run is at {journal.acknowledged}: {why}")
-
-    def _check_kept(self) -> None:
-        """Raise DaemonRestartedError if the journal lacks bytes that were handed over."""
-        journal = self.journal
-        if journal.unkept_bytes:
-            what = "first values" if journal.is_filling else "gradients"
-            raise self._cannot(
-                f"commit {journal.step} was under way, and its {what}, {shown_size(journal.unkept_bytes)} of this "
-                f"rank or more, were {self._not_kept}"
-            )
-
-    def gradient_lost(self, group: str) -> StoreUnavailableError:
-        """Return the error for a gradient that only the lost daemon, or the session that has ended, had."""
-        return self._cannot(
-            f"the gradient of {group} was parked there, and the gradients of this rank were {self._not_kept}"
-        )
-
-    @property
-    def _not_kept(self) -> str:
-        if self.journal.is_useful:
-            return "larger than paramserver.kept_gradients: raise that to go on here"
-        return 'not kept, because paramserver.durability is not "step"'
-
-    def activations_lost(self) -> StoreUnavailableError:
-        """Return the error for activations that only the lost daemon, or the session that has ended, had."""
-        return self._cannot("it had activations of this rank's forward, of which the rank has kept no copies")
-
-    def _cannot(self, why: str) -> StoreUnavailableError:
-        if self._ended is not None:
-            return SessionEndedError(
-                self._ended.code,
-                f"this process was silent, or its connection broken, for longer than the store daemon at "
-                f"{self._address} waits, and this run cannot go on with another session: {why}. What was not committed "
-                "is discarded; restart the job, it resumes from the last commit",
-            )
-        return DaemonRestartedError(
-            grpc.StatusCode.UNAVAILABLE,
-            f"the store daemon at {self._address} was restarted, and this run cannot go on with it: {why}. "
-            "What was not committed is gone; restart the job, it resumes from the last commit",
-        )
-
 
 def may_be_lost(error: StoreError) -> bool:
     """Return whether a call that failed with `error` may have failed because its daemon stops or is gone."""
     return error.code in _MAY_BE_THE_END
-
-
-def newest_of(opened: pb.OpenJobResponse) -> int | None:
-    """Return the number of the newest commit of a job, from the response that opened it; None without a commit."""
-    newest: int | None = max((commit.step for commit in opened.committed), default=None)
-    return newest

@@ -29,6 +29,7 @@ from paramserver.contract.kinds import GRAD, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.base.device import wait_for_stream
 from trainer_client.client.transport.attachment import Attachment
+from trainer_client.client.transport.journal_state import JournalState, JournalVerb, following
 from trainer_client.client.transport.planes import LeasedBytes
 
 log = logging.getLogger(__name__)
@@ -213,7 +214,8 @@ class Journal:
         settled: the newest step that this rank has declared to be on all nodes; None: it has declared none.
         step: the commit under way, for which this rank has handed something over; None: nothing was handed over.
         vote: this rank's vote for the commit under way; None: it has not voted.
-        unkept_bytes: bytes that were handed over without keeping a copy.
+        state: what the journal has of the commit under way; only this class changes it.
+        unkept_bytes: bytes of the commit under way that were handed over without keeping a copy.
         is_open: whether the journal keeps anything; False before `open`.
         is_filling: whether the states are being given their first values. The journal keeps at most as
             many bytes of first values as of gradients.
@@ -228,6 +230,7 @@ class Journal:
         self.registered: Registered | None = None
         self.settled: Settled | None = None
         self.step: int | None = None
+        self.state = JournalState.IDLE
         self.vote: JournaledVote | None = None
         self.unkept_bytes = 0
         self.is_open = False
@@ -295,15 +298,13 @@ class Journal:
         """Add an entry, which belongs to the commit `step`, behind the others. Before `open`, do nothing."""
         if not self.is_open:
             return
-        self.step = step
+        self._enter(JournalVerb.NOTE, step)
         if self.is_filling and isinstance(entry, Put):
             # The same tensor may be given for several kinds of one group, so its bytes are counted once.
             nbytes = sum({id(value.values): value.values.nbytes for value in entry.values}.values())
             self._filled_bytes += nbytes
             if self._filled_bytes > self._most_bytes:
-                self.unkept_bytes = self._filled_bytes
-                self._entries.clear()
-                self._replayed = 0
+                self._drop(self._filled_bytes - self.unkept_bytes, step)
                 return
         self._entries.append(entry)
 
@@ -320,22 +321,32 @@ class Journal:
         """
         if not self.is_open:
             return None
-        self.step = step
         nbytes = sum(update.gradient.nbytes for update in updates)
         # A parked gradient may have no copy in this process: it was parked while the last commit was not known to be
         # durable, so that a copy would have been of no use. If a restart has since shown that the commit is durable,
         # the copy is missing, and the journal cannot keep the step.
         has_all = self.is_useful and all(update.gradient.has_data for update in updates)
-        if not has_all or not self._has_room(sum(u.gradient.nbytes for u in updates if u.group not in self._copies)):
-            # The journal drops all entries of the step, because the next daemon could not use a part of a step.
-            self.unkept_bytes += nbytes
-            self._entries.clear()
-            self._replayed = 0
+        wanted = sum(update.gradient.nbytes for update in updates if update.group not in self._copies)
+        if updates and not (has_all and self._has_room(wanted)):
+            self._drop(nbytes, step)
             return None
+        self._enter(JournalVerb.NOTE, step)
         kept = [self._copy(update) for update in updates]
         entry = Applied(step=step, hyper_parameters=list(hyper_parameters), updates=list(updates), kept=kept)
         self._entries.append(entry)
         return entry
+
+    def _drop(self, nbytes: int, step: int) -> None:
+        """Drop all entries of the commit `step`, because `nbytes` of it have no copy. A part of a step is of no use."""
+        self._enter(JournalVerb.DROP, step)
+        self.unkept_bytes += nbytes
+        self._entries.clear()
+        self._replayed = 0
+
+    def _enter(self, verb: JournalVerb, step: int) -> None:
+        """Enter the state that follows by `verb`, which is about the commit `step`."""
+        self.state = following(self.state, verb)
+        self.step = step
 
     def keep(self, group: str, data: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of a gradient that is about to be parked, because this rank cannot read parked bytes.
@@ -376,7 +387,7 @@ class Journal:
         It does not wait for the commit.
         """
         call = vote(attachment, step, client_state, settled)
-        self.step = step
+        self._enter(JournalVerb.VOTE, step)
         self.vote = JournaledVote(
             step=step, client_state=client_state, settled=settled, attachment=attachment, call=call
         )
@@ -385,6 +396,7 @@ class Journal:
     def acknowledge(self, step: int) -> None:
         """Remove all entries and the vote of the commit `step`, because the store has committed it. Idempotent."""
         if self.step == step:
+            self._enter(JournalVerb.ACKNOWLEDGE, step)
             self.acknowledged = step
             if self.layout_begun is not None:
                 # The first commit of a new layout is durable if any commit of the job is, so it is noted as durable.

@@ -4,7 +4,7 @@ Meanwhile the trainer goes on with the next step, so that copies from the device
 
 [Note: a vote that comes later] If a daemon is restarted before the vote, the new one lacks what this rank has not
 handed over yet. A read by the trainer must then wait for the vote, because it could miss bytes of the step: see
-`RankStore.acquire_read`. Without a restart a read need not wait, because all bytes that it sees were handed over
+`SlabLeases.acquire_read`. Without a restart a read need not wait, because all bytes that it sees were handed over
 before.
 
 This module owns the thread. It must never copy values that the trainer may change meanwhile, so callers pass none.

@@ -5,9 +5,10 @@ Each function makes a call on one attachment. Its caller decides whether the cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.channel import Pending, translate
 from trainer_client.client.transport.planes import LeasedBytes, Parked
+from trainer_client.client.transport.shard_group_name import ShardGroupName
 
 
 def acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
@@ -29,6 +31,25 @@ def open_write(at: Attachment, lease: pb.Lease) -> LeasedBytes:
     """Return a granted write lease with the memory to write its bytes to."""
     leased = at.plane.open_write(lease)
     return replace(leased, asks_to_park=True) if lease.park else leased
+
+
+def unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
+    """Return the name of the unit that a request for leases is for, from the name of its first shard group."""
+    return ShardGroupName.unit_of(wants[0].slab.group) if wants else ""
+
+
+def acquire_one(
+    at: Attachment,
+    want: pb.AcquireLeasesRequest.Want,
+    waited: Callable[[Any, float, float], None] = lambda _response, _began, _ended: None,
+) -> Pending[LeasedBytes]:
+    """Request a write lease. `waited` is called with the response and with begin and end of the wait, see Pending."""
+    return Pending(
+        acquire(at, [want]),
+        lambda response: open_write(at, response.leases[0]),
+        waited,
+        partial(release_granted, at),
+    )
 
 
 def release_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:

@@ -10,7 +10,6 @@ were used last are not parked. This module owns the order of their uses. It must
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Protocol
 
 from paramserver.contract.limits import GRADIENTS_AT_ONCE
@@ -74,10 +73,10 @@ class Parking:
         """Return whether a leased gradient is to be parked when it is not used for a while."""
         return self._is_for_all or leased.asks_to_park
 
-    def note(self, groups: Iterable[str], response: pb.AcquireLeasesResponse) -> None:
-        """Keep for each of `groups` whether the store, with the lease of its gradient, asks to park the gradient."""
-        for group, lease in zip(groups, response.leases, strict=True):
-            (self._asked.add if lease.park else self._asked.discard)(group)
+    def note(self, group: str, response: pb.AcquireLeasesResponse) -> None:
+        """Note whether the store, with the lease of the gradient of `group`, asks to park the gradient."""
+        (lease,) = response.leases
+        (self._asked.add if lease.park else self._asked.discard)(group)
 
     def begin_for_all(self) -> None:
         """Have gradients parked now and from now on, because a lease of this rank waits for room.

@@ -22,9 +22,16 @@ T = TypeVar("T")
 class RepeatedCall(Pending[T]):
     """The future of a call that is made again with the next daemon if the daemon is lost before `wait` returns."""
 
-    def __init__(self, attachments: Attachments, ask: Callable[[Attachment], Pending[T]]) -> None:
+    def __init__(
+        self,
+        attachments: Attachments,
+        ask: Callable[[Attachment], Pending[T]],
+        *,
+        late: Callable[[], bool] | None = None,
+    ) -> None:
+        """Make the call with `ask`. `late` is called again and again while it waits, as `Pending.while_late` does."""
         self.waited_seconds = 0.0
-        self._late: Callable[[], bool] | None = None
+        self._late = late
         self._attachments = attachments
         self._ask = ask
         self.attachment, self._pending = self._begin()

@@ -59,7 +59,7 @@ class LeasedBytes:
         place: where the bytes are in the arena, if the arena is registered with a device; else None.
         on_device: the range of this rank's device memory that `data` is; None: the bytes are in host memory.
         keep: a range of this rank's device memory to which the bytes are copied, too, before the lease is released with
-            `RankStore.release`; None: they are not kept there.
+            `SlabLeases.release`; None: they are not kept there.
         asks_to_park: whether the store asks this rank to park the gradient when it is not used for a while.
         parked: set if the gradient is parked. `data` is then the copy that the journal keeps, or empty without one.
     """
@@ -95,7 +95,7 @@ class LeasedBytes:
 
         If so, the lease must not be released, handed over or published before the device has done the copy. Bytes that
         were copied out of the lease count for a vote only if `Plane.check` succeeds after the copy, see
-        `RankStore.commit`.
+        `StepCalls.commit`.
         """
         return self.place is not None and self.place.pins.is_pinned(self.place.offset, self.data.numel())
 

@@ -39,8 +39,8 @@ from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.kinds import GRAD, MASTER, PARAM, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.base.device import CPU
+from trainer_client.client.transport.journal import SlabName
 from trainer_client.client.transport.planes import LeasedBytes
-from trainer_client.client.transport.rank_store import SlabName
 from trainer_client.client.transport.shard_group_name import ShardGroupName
 from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError, ReleasedParameterError

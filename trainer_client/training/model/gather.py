@@ -16,8 +16,9 @@ import torch
 from paramserver.contract.kinds import PARAM
 from trainer_client.base.lanes.lanes import WHOLE, Lanes
 from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.journal import SlabName
 from trainer_client.client.transport.planes import LeasedBytes
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.slab_leases import SlabLeases
 from trainer_client.errors import ConfigError
 from trainer_client.training.model.flat_group import FlatGroup
 from trainer_client.training.ranks.collectives import Collectives
@@ -124,8 +125,8 @@ class CollectiveGather:
 
     is_one_sided = False
 
-    def __init__(self, store: RankStore, collectives: Collectives, lanes: Lanes) -> None:
-        self._store = store
+    def __init__(self, leases: SlabLeases, collectives: Collectives, lanes: Lanes) -> None:
+        self._leases = leases
         self._collectives = collectives
         self._lanes = lanes
         self._lockstep = Lockstep(collectives)
@@ -142,7 +143,7 @@ class CollectiveGather:
         self._lockstep.announce(groups[0].unit)
         slabs = self.slabs(groups)
         next_uses = None if reuse is None else [reuse.of(group) for group in groups if group.partition is None]
-        return self._store.acquire_read(slabs, position, next_uses) if slabs else None
+        return self._leases.acquire_read(slabs, position, next_uses) if slabs else None
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
@@ -168,7 +169,7 @@ class CollectiveGather:
     def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
         # This rank will take no part in the all-gather of the failed gather, for which the other ranks may already
         # wait. So this rank abandons the run, which ends their wait.
-        self._collectives.abandon(f"the gather of {groups[0].unit}" if groups else "a gather", error)
+        self._collectives.process_groups.abandon(f"the gather of {groups[0].unit}" if groups else "a gather", error)
 
 
 class OneSidedGather:
@@ -182,8 +183,8 @@ class OneSidedGather:
 
     is_one_sided = True
 
-    def __init__(self, store: RankStore, world_size: int, lanes: Lanes) -> None:
-        self._store = store
+    def __init__(self, leases: SlabLeases, world_size: int, lanes: Lanes) -> None:
+        self._leases = leases
         self._world_size = world_size
         self._lanes = lanes
 
@@ -199,7 +200,7 @@ class OneSidedGather:
         next_uses = None
         if reuse is not None:
             next_uses = [reuse.of(group) for group in groups for _ in range(self._world_size)]
-        return self._store.acquire_read(self.slabs(groups), position, next_uses)
+        return self._leases.acquire_read(self.slabs(groups), position, next_uses)
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:

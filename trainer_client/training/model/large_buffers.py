@@ -31,7 +31,8 @@ from paramserver.contract.limits import ELEMENT_ALIGNMENT
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.base.alignment import round_up
 from trainer_client.base.device import CPU
-from trainer_client.client.transport.rank_store import RankStore, SlabName, Value
+from trainer_client.client.transport.journal import SlabName, Value
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.client.transport.shard_group_name import ShardGroupName
 from trainer_client.training.model.buffers import give_buffers
 from trainer_client.training.model.digests import digest_on_device, digest_on_host
@@ -95,7 +96,7 @@ class LargeBuffers:
     def hand_over(self, step: int) -> None:
         """Hand the buffers' values over to the store as versions of the uncommitted `step`. It can raise StoreError."""
         if self.names:
-            self._store.put(self._values(), step, self._values)
+            self._store.steps.put(self._values(), step, self._values)
 
     def flush(self, step: int) -> None:
         """Do what `hand_over` does, if a buffer has changed since the store got the buffers last.
@@ -114,7 +115,7 @@ class LargeBuffers:
                     ", ".join(self.names),
                 )
             return
-        self._store.put([value], step)
+        self._store.steps.put([value], step)
         self.note()
 
     def note(self) -> None:
@@ -136,7 +137,7 @@ class LargeBuffers:
         """Read the slab of the store's newest step into the model's buffers. It can raise StoreError."""
         if not self.names:
             return
-        with self._store.holding(self._store.acquire_read([self._slab], position=0)) as (leased,):
+        with self._store.leases.holding(self._store.leases.acquire_read([self._slab], position=0)) as (leased,):
             found = unpacked(leased.data.view(_DTYPE).clone())
         self.take(found)
 

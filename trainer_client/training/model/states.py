@@ -23,8 +23,10 @@ import torch
 from paramserver.contract.kinds import MASTER, PARAM, Kind
 from trainer_client.base.device import CPU
 from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.journal import Value
+from trainer_client.client.transport.later_commit import LaterValues
 from trainer_client.client.transport.planes import LeasedBytes
-from trainer_client.client.transport.rank_store import LaterValues, RankStore, Value
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.home import Home
 from trainer_client.training.model.flat_group import Digests, FlatGroup
 from trainer_client.training.model.placement import GroupPlacement, Residence
@@ -67,7 +69,7 @@ class GroupStates(Protocol):
         """Hand `values` [partition_numel] of some kinds over for the uncommitted `step`, converted to their dtypes.
 
         A state that was never handed over or updated is zero. Every rank has to call `refill` afterwards. For `again`
-        see `RankStore.put`.
+        see `StepCalls.put`.
         """
 
     def refill(self) -> None:
@@ -193,7 +195,7 @@ class PlacedStates:
         for kind in self.held.keys() & values.keys():
             self.held[kind][self._own].copy_(values[kind])
             self._newer.pop(kind, None)
-        self._store.put(self._named(values), step, None if again is None else lambda: self._named(again()))
+        self._store.steps.put(self._named(values), step, None if again is None else lambda: self._named(again()))
 
     def refill(self) -> None:
         residence = self.placement.residence
@@ -215,7 +217,7 @@ class PlacedStates:
         A repeated call has no effect until `load_parameters` or `release_parameter_leases`.
         """
         if self.group.partition is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
-            self._loading = self._store.acquire_read([self.group.slab(PARAM)], position=0)
+            self._loading = self._store.leases.acquire_read([self.group.slab(PARAM)], position=0)
 
     @torch.no_grad()
     def load_parameters(self) -> None:
@@ -223,7 +225,7 @@ class PlacedStates:
         pending, self._loading = self._loading, None
         if pending is not None and self.group.partition is not None:
             self._noted = None
-            with self._store.holding(pending) as (leased,):
+            with self._store.leases.holding(pending) as (leased,):
                 target = self.group.partition.view(torch.uint8)
                 for piece in leased.pieces():
                     target[piece].copy_(leased.data[piece])
@@ -261,14 +263,16 @@ class PlacedStates:
             except torch.OutOfMemoryError:
                 del later[PARAM], unchanging[PARAM]
         if at_once := {kind: values for kind, values in newer.items() if kind not in later}:
-            self._store.put(self._named(at_once), step)
+            self._store.steps.put(self._named(at_once), step)
         return LaterValues(values=self._named(unchanging), kept=self._named(later)) if later else None
 
     def _copy_on_device(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
 
     def _read_stored(self, kind: Kind) -> torch.Tensor:
-        with self._store.holding(self._store.acquire_read([self.group.slab(kind)], position=0)) as (leased,):
+        with self._store.leases.holding(self._store.leases.acquire_read([self.group.slab(kind)], position=0)) as (
+            leased,
+        ):
             values: torch.Tensor = leased.data.view(self.group.dtype_of(kind)).clone()
         return values
 

@@ -13,8 +13,9 @@ from functools import partial
 
 from trainer_client.base.lanes.lanes import Lanes
 from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.journal import SlabName
 from trainer_client.client.transport.planes import LeasedBytes, check
-from trainer_client.client.transport.rank_store import RankStore, SlabName
+from trainer_client.client.transport.slab_leases import SlabLeases
 from trainer_client.errors import InPlaceChangeError
 from trainer_client.training.model.flat_group import FlatGroup
 from trainer_client.training.model.gather import Gather, Reuse
@@ -81,7 +82,7 @@ class Unit:
         spec: UnitSpec,
         groups: Iterable[FlatGroup],
         gather: Gather,
-        store: RankStore,
+        slab_leases: SlabLeases,
         lanes: Lanes,
         residence: Residence,
         transient_host_bytes: int,
@@ -94,7 +95,7 @@ class Unit:
         self.groups = tuple(groups)
         self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
-        self._store = store
+        self._slab_leases = slab_leases
         self._lanes = lanes
         self.transient_host_bytes = transient_host_bytes
         self._pending: Pending[list[LeasedBytes]] | None = None
@@ -192,7 +193,7 @@ class Unit:
             self.release()
             # The unit's leases are released after the copies to the device that have begun, because these copies may
             # still read the leased bytes.
-            self._lanes.after_copies_in(partial(self._store.release_quietly, leases))
+            self._lanes.after_copies_in(partial(self._slab_leases.release_quietly, leases))
             self._gather.abandon(self.groups, error)
             raise
 
@@ -372,4 +373,4 @@ class Unit:
         """
         if leases:
             check(leases)
-            self._store.release(leases, next_use)
+            self._slab_leases.release(leases, next_use)

@@ -75,7 +75,7 @@ class StepExport:
         self._recorder = recorder
         assert store.trace_parent is not None
         self._trace_parent = store.trace_parent
-        self._run_id = store.run_id
+        self._run_id = store.job.run_id
         self._job = job
         self._rank = rank
         # The number of steps that this run has made or skipped, from which each rank knows whether a step's spans are

@@ -32,7 +32,7 @@ import torch
 
 from trainer_client.training.run.commits import Commits
 from trainer_client.training.run.micro_batches import MicroBatches
-from trainer_client.training.step.hooks import BackwardPlan
+from trainer_client.training.step.backward_hooks import BackwardPlan
 from trainer_client.training.step.precision import LossScaler
 from trainer_client.training.step.training_step import TrainingStep
 

@@ -85,7 +85,7 @@ class Checkpoints:
         self._settings = rank.settings
         self._job = rank.settings.paramserver.job
         self._leads_store = leads_store
-        self._retention = Retention(rank.store, self._job, rank.settings.paramserver.checkpoints)
+        self._retention = Retention(rank.store.job, self._job, rank.settings.paramserver.checkpoints)
 
     def save(
         self,
@@ -126,7 +126,7 @@ class Checkpoints:
         def keep() -> dict[str, Any]:
             part = {"run_state": run_state.decode(), **own}
             if self._leads_store:
-                answer = self._store.keep_step(step, name, note)
+                answer = self._store.job.keep_step(step, name, note)
                 part["store"] = {"address": self._store.address, "state_dir": answer.state_dir}
             return part
 
@@ -309,7 +309,7 @@ class Checkpoints:
         """Make this rank's store forget steps. A failure is only logged, because the checkpoint itself is saved."""
         for name in names if self._leads_store else ():
             try:
-                self._store.forget_step(name)
+                self._store.job.forget_step(name)
             except StoreError as error:
                 log.warning("the kept step %s is not forgotten: %s", name, error)
 

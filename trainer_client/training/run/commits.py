@@ -78,7 +78,7 @@ class Commits:
         # A new job or a new layout has only one version of each slab until its first commit, so its reads need not name
         # a step. In all other cases the reads name the step from which the run resumes.
         if newest is not None and handed_over is None:
-            store.read_as_of(newest)
+            store.leases.read_as_of(newest)
             # All stores have the commit from which this run resumes, but the former run may have ended before the
             # commit was settled. So this run settles it.
             settlement.begin(newest)
@@ -153,7 +153,7 @@ class Commits:
         later = [values for state in self._states if (values := state.flush(self.next)) is not None]
         self._votes_later = bool(later)
         copying = self._lanes.beside().copying if later else None
-        self._pending = self._store.commit(
+        self._pending = self._store.steps.commit(
             self.next, client_state, settled, later, copying, wait_for_copies=self._lanes.finish
         )
         self.newest, self._handed_over = self.next, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from trainer_client.base.lanes.lanes import Lanes
-from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.client.transport.device_offer import DeviceOffer
 
 
 class CopyRoom:
@@ -19,7 +19,7 @@ class CopyRoom:
         offered_bytes: how many bytes the store may use now.
     """
 
-    def __init__(self, store: RankStore, lanes: Lanes, device: torch.device, most_bytes: int) -> None:
+    def __init__(self, offer: DeviceOffer, lanes: Lanes, device: torch.device, most_bytes: int) -> None:
         """Offer no memory yet.
 
         Args:
@@ -27,7 +27,7 @@ class CopyRoom:
                 the store take so many. It is 0 on the CPU, where no memory is offered.
         """
         self.offered_bytes = 0
-        self._store = store
+        self._offer = offer
         self._lanes = lanes
         self._device = device
         self._most_bytes = most_bytes
@@ -45,7 +45,7 @@ class CopyRoom:
             # `finish` waits for copies to the device and then releases their leases. The store answers the offer of
             # device memory only after these leases have ended, so `finish` comes before the offer.
             self._lanes.finish()
-            self._store.offer_device_memory(self._device, nbytes)
+            self._offer.offer(self._device, nbytes)
             self.offered_bytes = nbytes
 
     def withdraw(self) -> None:

@@ -146,7 +146,7 @@ class Job:
         self.buffers.note()
         self.tiling.install(user.module, settings.paramserver.tiling.loss_tokens)
         most_bytes = self._bytes_of_copies(groups, placed) if collectives.device.type != CPU else 0
-        self.device_copies = CopyRoom(store, self.lanes, collectives.device, most_bytes)
+        self.device_copies = CopyRoom(store.leases.device, self.lanes, collectives.device, most_bytes)
         self.device_copies.offer(section.gpu_budget)
 
     def _make_units(
@@ -174,7 +174,7 @@ class Job:
                 spec=spec,
                 groups=groups_of_unit,
                 gather=self.gather,
-                store=store,
+                slab_leases=store.leases,
                 lanes=self.lanes,
                 residence=placement.residence,
                 transient_host_bytes=sum(
@@ -209,13 +209,13 @@ class Job:
         daemon, so a result of `act` that compares epochs may be wrong. So `act` is called again after a restart.
         """
         while True:
-            epoch = self._store.confirm_epoch()
+            epoch = self._store.job.confirm_epoch()
             failure, found = None, list[T]()
             try:
                 found.append(act())
             except JobConflictError as error:
                 failure = error
-            (restarted,) = self._collectives.any_rank([self._store.confirm_epoch() != epoch])
+            (restarted,) = self._collectives.any_rank([self._store.job.confirm_epoch() != epoch])
             if restarted:
                 continue
             if failure is not None:
@@ -278,8 +278,8 @@ class Job:
             parameters_on_device=Home.DEVICE in placement.parameters,
             on_cpu=self._collectives.device.type == CPU,
         ):
-            return OneSidedGather(self._store, ranks, self.lanes)
-        return CollectiveGather(self._store, self._collectives, self.lanes)
+            return OneSidedGather(self._store.leases, ranks, self.lanes)
+        return CollectiveGather(self._store.leases, self._collectives, self.lanes)
 
     def _require_device_memory(self, specs: Sequence[UnitSpec], placement: PlacementPolicy) -> None:
         """Check that this job fits on this rank's device, before any of its memory is allocated.
@@ -333,7 +333,7 @@ class Job:
             buffers=self.buffers.to_parameters(),
         )
         try:
-            return self._store.open_job(request)
+            return self._store.job.open(request)
         except JobConflictError as error:
             if not isinstance(error, OtherModelError) and error.code is not grpc.StatusCode.ALREADY_EXISTS:
                 raise
@@ -374,7 +374,7 @@ class Job:
         """
         if self._collectives.rank == 0:
             log.info("job %r: its shards are laid out anew, from step %d", self._place.job, start.step)
-        self._store.begin_layout(step)
+        self._store.job.begin_layout(step)
         self._register()
         open_stored_step = partial(
             StoredStep,
@@ -416,13 +416,13 @@ class Job:
     def _register(self) -> None:
         """Declare this rank's shard groups and large buffers to its store, which then knows their sizes and homes."""
         groups = [state.group.to_proto(state.placement) for state in self.states]
-        self._store.register_shards([*groups, *self.buffers.to_groups()])
+        self._store.job.register_shards([*groups, *self.buffers.to_groups()])
 
     def _roll_back(self, step: int) -> None:
         """Roll the job back to `step` in the stores of all ranks. All ranks must call this."""
-        with self._store.rolling_back(step):
+        with self._store.job.rolling_back(step):
             if self.leads_store:
-                self._store.roll_back(step)
+                self._store.job.roll_back(step)
             self._collectives.barrier()
 
 

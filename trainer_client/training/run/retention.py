@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.client.transport.job_calls import JobCalls
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.errors import CheckpointError, TrainerClientError
 from trainer_client.training.run import checkpoint_files as files
@@ -47,8 +47,8 @@ class _Present:
 class Retention:
     """Finds the checkpoints of one job that the config's retention gives up, and kept steps that none of them needs."""
 
-    def __init__(self, store: RankStore, job: str, section: CheckpointsSection) -> None:
-        self._store = store
+    def __init__(self, calls: JobCalls, job: str, section: CheckpointsSection) -> None:
+        self._calls = calls
         self._job = job
         self._section = section
         # The checkpoints of this job that this object has found in their directories, by the name of the kept step.
@@ -65,7 +65,7 @@ class Retention:
             return False
         if (present := self._seen.get(manifest.kept)) is not None:
             return present.directory.resolve() == directory.resolve()
-        notes = {step.name: step.note for step in self._store.list_kept_steps()}
+        notes = {step.name: step.note for step in self._calls.list_kept_steps()}
         return Path(notes.get(manifest.kept, "")).resolve() == directory.resolve()
 
     def note(self, manifest: CheckpointManifest, directory: Path, *, is_renamed: bool = False) -> None:
@@ -104,7 +104,7 @@ class Retention:
         the directory before on the file system that is mounted now. If not, the file system may only be unmounted, so
         the step is kept, and a warning says how to forget it.
         """
-        steps = self._store.list_kept_steps()
+        steps = self._calls.list_kept_steps()
         before, self._seen = self._seen, {}
         manifests_below = cache(_manifests_below)
         gone = []

@@ -86,7 +86,7 @@ class Settlement:
             return
         if spans_nodes:
             self._require_capability()
-        collectives.open_beside()
+        collectives.process_groups.open_beside()
         self._thread = threading.Thread(target=carried(self._run), name="paramserver-settle", daemon=True)
         self._thread.start()
 
@@ -148,7 +148,7 @@ class Settlement:
         if not self._tells_store:
             return
         try:
-            self._store.record_settled(step)
+            self._store.steps.record_settled(step)
         except StoreError as error:
             log.warning(
                 "the store at %s may show an earlier step than %d, the last one, until the job is started again: %s",
@@ -197,7 +197,7 @@ class Settlement:
         except Exception as error:
             # The settling threads of the other ranks must not wait for this thread, so it leaves their collectives.
             # Calls that wait for the commit must get the error, so it is recorded.
-            self._collectives.leave_beside()
+            self._collectives.process_groups.leave_beside()
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -225,20 +225,20 @@ class Settlement:
     def _settle(self, step: int) -> None:
         """Settle one commit: do the four points of [Note: settled steps] for it."""
         what = f"the settling of commit {step}"
-        self._store.wait_until_committed(step, self._check_open)
-        self._collectives.lowest_beside(step, what, self._check_open)
+        self._store.steps.wait_until_committed(step, self._check_open)
+        self._collectives.process_groups.lowest_beside(step, what, self._check_open)
         if self._tells_store:
-            self._store.settle_step(step)
+            self._store.steps.settle(step)
         self._replicas.note_commit(step)
         if self._replicas.are_waited_for:
             what += " at the replicas"
             # The holder of a replica may be the daemon of a node that is lost together with its rank. The loss of a
             # rank ends the run, so the wait for the replicas ends with an error when a rank is lost.
-            self._replicas.wait(step, partial(self._collectives.require_others, what, time.monotonic()))
+            self._replicas.wait(step, partial(self._collectives.process_groups.require_others, what, time.monotonic()))
             # When the run is being closed, the wait for the replicas returns early, although they may lack the step.
             # `_check_open` raises an error in that case, so the commit does not count as settled.
             self._check_open()
-            self._collectives.lowest_beside(step, what, self._check_open)
+            self._collectives.process_groups.lowest_beside(step, what, self._check_open)
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -1,9 +1,10 @@
 """The boundaries of activation checkpoints, which wait in the store between forward and backward.
 
 torch's activation checkpointing keeps the inputs of each checkpointed part, its boundary, and computes all else again.
-This module moves boundaries off the device: into the store's host memory, from where the store may write them to NVMe,
-and back ahead of the backward pass. It owns them from the moment at which torch saves them until torch drops them. It
-must never change what the model computes, nor touch other tensors that torch saves.
+This module moves boundaries off the device: into the store's host memory, from where the store may write them to NVMe.
+boundary_recalls.py brings them back ahead of the backward pass. This module owns them from the moment at which torch
+saves them until torch drops them. It must never change what the model computes, nor touch other tensors that torch
+saves.
 
 [Note: which tensors are boundaries] Within `Activations.saving`, torch asks `pack` what to keep for each tensor that
 autograd saves. A tensor is a boundary if the code of torch.utils.checkpoint saves it, directly or through an
@@ -46,14 +47,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paramserver.contract.sizes import shown_size
 from trainer_client.base.device import CPU
-from trainer_client.base.lanes.lanes import CopyAhead, Lanes
+from trainer_client.base.lanes.lanes import Lanes
 from trainer_client.base.recorder import Cause, Link, Recorder
 from trainer_client.client.transport.channel import Pending
-from trainer_client.client.transport.planes import LeasedBytes, check
+from trainer_client.client.transport.planes import LeasedBytes
 from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.errors import StoreBudgetError, StoreUnavailableError
 from trainer_client.training.step.boundary import (
-    CHANGED,
     Again,
     Boundary,
     Dropped,
@@ -63,8 +63,10 @@ from trainer_client.training.step.boundary import (
     Saved,
     check_version,
 )
+from trainer_client.training.step.boundary_moves import BoundaryMoves, forget_frames
 from trainer_client.training.step.boundary_notes import BoundaryNotes
-from trainer_client.training.step.recall_depth import MOST_LEAVING, RecallDepth
+from trainer_client.training.step.boundary_recalls import BoundaryRecalls
+from trainer_client.training.step.recall_depth import RecallDepth
 from trainer_client.training.step.recompute_choice import RecomputeChoice, StepWaits
 
 log = logging.getLogger(__name__)
@@ -116,18 +118,12 @@ class Activations:
         self._dropped: deque[Dropped] = deque()
         # The newest boundaries. Their bytes are still on the device, because backward needs these boundaries first.
         self._staying: Newest[Boundary] = Newest(kept_bytes)
-        # `_leaving`: the boundaries whose copies from the device into the store may be unfinished. `_parking`: the
-        # leases that this rank has parked, while the store may not have answered yet.
-        self._leaving: deque[weakref.ref[Boundary]] = deque()
-        self._parking: deque[LeasedBytes] = deque()
         # A lease that this rank has requested before a boundary needs it, so that the next boundary need not wait. The
         # number is the size of the lease in bytes.
         self._next_lease: tuple[int, Pending[LeasedBytes]] | None = None
-        # `_landing`: copies to the device that may be unfinished, each with the lease that it reads. `_released`: the
-        # last call to the store that has released such leases.
-        self._landing: list[tuple[CopyAhead, LeasedBytes]] = []
-        self._released: Pending[None] | None = None
+        self._moves = BoundaryMoves(store)
         self._depth = RecallDepth(lanes.stopwatch)
+        self._recalls = BoundaryRecalls(store, lanes, recorder, device, self._moves, self._depth, self._order)
         # `_sent`: the number of boundaries that were sent to the store in this forward. `_sent_before`: the same number
         # of the last forward.
         self._sent = self._sent_before = 0
@@ -178,9 +174,8 @@ class Activations:
                 boundary.give_up()
         self._notes.segments.close()
         self._dropped.clear()
-        self._landing.clear()
-        self._parking.clear()
-        self._released = self._next_lease = None
+        self._moves.close()
+        self._next_lease = None
 
     def end_step(self, step: int) -> None:
         """Release the store's memory of all boundaries, because no backward of the step's forwards follows.
@@ -202,8 +197,9 @@ class Activations:
         self._collect()
         refused, self._refused_bytes = self._refused_bytes, None
         sums, self._sums = self._sums, _Sums()
+        in_seconds = self._recalls.take_waited_seconds()
         began, self._step_began = self._step_began, time.monotonic()
-        waited = sums.out_seconds + sums.in_seconds
+        waited = sums.out_seconds + in_seconds
         self._choice.end_step(
             StepWaits(
                 seconds=self._step_began - began,
@@ -218,7 +214,7 @@ class Activations:
                 "for room in the store, and %.3f s for bytes from it",
                 step,
                 *map(shown_size, (sums.saved_bytes, sums.moved_bytes, sums.again_bytes)),
-                *(sums.out_seconds, sums.in_seconds),
+                *(sums.out_seconds, in_seconds),
             )
 
     # The next method is the hook that torch calls to unpack a saved tensor.
@@ -235,11 +231,11 @@ class Activations:
             boundary.take(boundary.again(self._unpack))
             boundary.again = None
         elif boundary.data is None:
-            self._bring_back(boundary)
+            self._recalls.bring_back(boundary)
         elif boundary.tensor is not None:
             check_version(boundary.tensor, boundary.key.version)
         assert boundary.data is not None, "it was there, or has come back"
-        self._fetch_before(boundary)
+        self._recalls.fetch_before(boundary)
         self._depth.resume()
         return packed.view(boundary.data)
 
@@ -294,7 +290,7 @@ class Activations:
         began = time.monotonic()
         boundary.data = boundary.tensor = None
         boundary.lease = leased
-        self._leaving.append(weakref.ref(boundary))
+        self._moves.note_leaving(boundary)
         copies = [(leased.data[piece], data[piece]) for piece in leased.pieces()]
         boundary.leaving = self._lanes.copy_out(copies, partial(self._park, boundary, tensor, began))
         self._sent += 1
@@ -312,11 +308,10 @@ class Activations:
         self._recorder.moved(Link.TO_STORE, "", boundary.nbytes, began)
         if tensor._version != boundary.key.version:
             # The script has changed the tensor during its copy into the leased memory, so that memory may have bytes
-            # from before and from after the change. `_bring_back` raises an error for this boundary.
+            # from before and from after the change. `BoundaryRecalls.bring_back` raises an error for this boundary.
             boundary.is_changed = True
             return
-        boundary.lease = self._store.activations.park(boundary.lease)
-        self._parking.append(boundary.lease)
+        self._moves.park(boundary, boundary.lease)
 
     def _lease(self, nbytes: int) -> LeasedBytes | None:
         """Return memory of the store for a boundary that may leave now; None if the store has none."""
@@ -331,21 +326,21 @@ class Activations:
             else:
                 requested[1].release_when_granted()
         try:
-            self._make_way()
+            self._moves.make_way()
             while True:
                 try:
                     return (pending or self._store.activations.acquire(nbytes)).wait()
                 except StoreBudgetError as error:
-                    _forget_frames(error)
+                    forget_frames(error)
                     # The store has no room for this boundary. A lease takes a part of the store's budget until it is
                     # parked or released, so wait for the calls that park and release leases, and ask for room again.
-                    waited = self._finish_parking()
-                    if not self._finish_landing() and not waited and pending is None:
+                    waited = self._moves.finish_parking()
+                    if not self._moves.finish_landing() and not waited and pending is None:
                         self._refuse(nbytes, error)
                         return None
                     pending = None
         except StoreUnavailableError as error:
-            _forget_frames(error)
+            forget_frames(error)
             # The daemon was lost, and the boundaries in its memory with it. This boundary is still on the device, so it
             # stays there.
             return None
@@ -353,38 +348,6 @@ class Activations:
             ended = time.monotonic()
             self._sums.out_seconds += ended - began
             self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
-
-    def _make_way(self) -> None:
-        """Wait until fewer than MOST_LEAVING copies to the store are unfinished, as each one holds device memory."""
-        while len(self._leaving) >= MOST_LEAVING:
-            boundary = self._leaving.popleft()()
-            if boundary is not None and boundary.leaving is not None:
-                boundary.leaving.wait()
-
-    def _finish_parking(self) -> bool:
-        """Wait until the store has parked all boundaries that were sent. Return False if all were parked before."""
-        waited = False
-        for reference in self._leaving:
-            if (boundary := reference()) is not None and boundary.leaving is not None:
-                waited = waited or boundary.is_leaving
-                boundary.leaving.wait()
-        self._leaving.clear()
-        while self._parking:
-            waited = True
-            parked = self._parking.popleft().parked
-            assert parked is not None, "it was parked"
-            parked.sent.wait()
-        return waited
-
-    def _finish_landing(self) -> bool:
-        """Wait until the leases that the device copies from are released. Return False if there was none."""
-        waited = bool(self._landing) or (self._released is not None and not self._released.is_answered)
-        for ahead, _ in self._landing:
-            ahead.wait()
-        self._release_landed()
-        if self._released is not None:
-            self._released.wait()
-        return waited
 
     def _refuse(self, nbytes: int, error: StoreBudgetError) -> None:
         self._refused_bytes = nbytes
@@ -394,124 +357,7 @@ class Activations:
                 "boundaries of %s stay on the device, because the store refuses them: %s", shown_size(nbytes), error
             )
 
-    # The next methods bring boundaries from the store back to the device.
-
-    def _bring_back(self, boundary: Boundary) -> None:
-        """Bring the bytes of a boundary to the device by a copy that the current stream waits for."""
-        if boundary.leaving is not None:
-            boundary.leaving.wait()
-            boundary.leaving = None
-        if boundary.is_changed:
-            raise RuntimeError(CHANGED)
-        if boundary.lease is None:
-            raise RuntimeError("backward of a forward that was made before the last step: its boundaries are gone")
-        has_come = boundary.coming is not None and boundary.coming.is_answered
-        self._depth.begin(stalled=boundary.ahead is None and not has_come)
-        if boundary.ahead is None:
-            self._begin_ahead(boundary, self._arrive(boundary))
-        self._land(boundary)
-        self._release_landed()
-
-    def _land(self, boundary: Boundary) -> None:
-        """Allocate device memory for a boundary whose copy to the device was begun, and put the bytes into it."""
-        ahead, lease = boundary.ahead, boundary.lease
-        assert ahead is not None and lease is not None
-        began = time.monotonic()
-        data = torch.empty(boundary.nbytes, dtype=torch.uint8, device=self._device)
-        ahead.land(data)
-        boundary.ahead = boundary.lease = None
-        boundary.data = data
-        self._landing.append((ahead, lease))
-        self._recorder.moved(Link.FROM_STORE, "", boundary.nbytes, began)
-
-    def _arrive(self, boundary: Boundary) -> LeasedBytes:
-        """Wait until the bytes of a boundary are in host memory, and return its lease."""
-        assert boundary.lease is not None, "it is in the store"
-        began = time.monotonic()
-        try:
-            pending, boundary.coming = boundary.coming, None
-            try:
-                return (pending or self._recall(boundary)).wait()
-            except StoreBudgetError as error:
-                _forget_frames(error)
-                # The store has no host memory for this boundary, because boundaries that were recalled ahead take it.
-                # So give back the memory of those boundaries, and recall this boundary again.
-                self._depth.limit()
-                self._give_way()
-                self._finish_parking()
-                self._finish_landing()
-                return self._recall(boundary).wait()
-        except StoreUnavailableError as error:
-            if not self._store.is_current(boundary.lease) or type(error) is StoreUnavailableError:
-                raise self._store.activations.lost() from None
-            raise
-        finally:
-            ended = time.monotonic()
-            self._sums.in_seconds += ended - began
-            self._recorder.stalled(Cause.ACTIVATION, "", began, ended)
-
-    def _recall(self, boundary: Boundary) -> Pending[LeasedBytes]:
-        assert boundary.lease is not None, "it is in the store"
-        pending = self._store.activations.recall(boundary.lease)
-        began, nbytes, depth = time.monotonic(), boundary.nbytes, self._depth
-        pending.on_response(lambda _: depth.note_recall(nbytes, time.monotonic() - began))
-        return pending
-
-    def _begin_ahead(self, boundary: Boundary, leased: LeasedBytes) -> None:
-        boundary.lease = leased
-        boundary.ahead = self._lanes.copy_ahead(leased.data, leased.pieces())
-
-    def _fetch_before(self, boundary: Boundary) -> None:
-        """Begin to bring back the boundaries that were saved before this one, because backward needs them next."""
-        count = self._depth.resize(boundary.nbytes)
-        older = sorted((index for index in self._order if index < boundary.index), reverse=True)
-        away = (each for index in older if (each := self._order[index]()) is not None and each.lease is not None)
-        for number, each in zip(range(count), away, strict=False):
-            if each.ahead is not None or each.is_leaving or each.is_changed:
-                continue
-            try:
-                is_refused = each.coming is not None and each.coming.has_failed
-                if each.coming is None or is_refused:
-                    each.coming = self._recall(each)
-                    if is_refused:
-                        # The store has refused to recall this boundary ahead. So recall no older boundary: backward
-                        # needs older ones later, and they must not take the memory that this boundary needs.
-                        self._depth.limit()
-                        return
-                elif number == 0 and each.coming.is_answered and self._device.type != CPU:
-                    pending, each.coming = each.coming, None
-                    self._begin_ahead(each, pending.wait())
-            except StoreBudgetError as error:
-                _forget_frames(error)
-                self._depth.limit()
-                return
-            except StoreUnavailableError as error:
-                _forget_frames(error)
-                # The daemon was lost. When backward needs the boundary, `_arrive` raises this error, so it is not
-                # raised here.
-                return
-
-    def _give_way(self) -> None:
-        """Free the host memory of boundaries that were recalled and are not needed yet.
-
-        A boundary whose copy to the device was begun goes to the device. All others are parked again.
-        """
-        for reference in self._order.values():
-            boundary = reference()
-            if boundary is None:
-                continue
-            if boundary.ahead is not None:
-                self._land(boundary)
-            if boundary.coming is None:
-                continue
-            pending, boundary.coming = boundary.coming, None
-            try:
-                boundary.lease = self._store.activations.park(pending.wait())
-                self._parking.append(boundary.lease)
-            except StoreBudgetError as error:
-                _forget_frames(error)
-
-    # The next methods give back the leases of boundaries that torch has dropped.
+    # The next method gives back the leases of boundaries that torch has dropped.
 
     def _collect(self) -> None:
         """Release the leases of boundaries that torch has dropped, and forget copies and parkings that are done."""
@@ -523,51 +369,24 @@ class Activations:
             self._notes.discard(dropped.key, partial(_is_number, dropped.index))
             if dropped.ahead is not None and dropped.lease is not None:
                 dropped.ahead.drop()
-                self._landing.append((dropped.ahead, dropped.lease))
+                self._moves.note_landing(dropped.ahead, dropped.lease)
             elif dropped.lease is not None:
                 over.append(dropped.lease)
         # The store may still be parking or recalling a lease that is released here. It may then refuse that earlier
         # call, so errors are ignored.
-        self._store.release_quietly(over)
-        while self._leaving and (_has_left(self._leaving[0])):
-            self._leaving.popleft()
-        while self._parking and (parked := self._parking[0].parked) is not None and parked.sent.is_answered:
-            self._parking.popleft()
-        self._release_landed()
-
-    def _release_landed(self) -> None:
-        landing, self._landing = self._landing, []
-        for ahead, lease in landing:
-            if not ahead.is_done:
-                self._landing.append((ahead, lease))
-                continue
-            check([lease])
-            if self._store.is_current(lease):
-                self._released = self._store.release([lease])
+        self._store.leases.release_quietly(over)
+        self._moves.collect()
 
 
 @dataclass(slots=True)
 class _Sums:
-    """The bytes of one step's boundaries, and the seconds that this rank waited for the store because of them."""
+    """The bytes of one step's boundaries, and the seconds that this rank waited for room in the store for them."""
 
     saved_bytes: int = 0
     moved_bytes: int = 0
     again_bytes: int = 0
     out_seconds: float = 0.0
-    in_seconds: float = 0.0
 
 
 def _is_number(index: int, boundary: Boundary) -> bool:
     return boundary.index == index
-
-
-def _has_left(reference: weakref.ref[Boundary]) -> bool:
-    boundary = reference()
-    return boundary is None or not boundary.is_leaving
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Drop the frames of an error: gRPC keeps the error, and its frames would keep boundaries alive."""
-    error.__traceback__ = None
-    if error.__context__ is not None:
-        error.__context__.__traceback__ = None

@@ -1,7 +1,7 @@
 """A boundary of an activation checkpoint: which tensors it has, which bytes these are, and where the bytes are now.
 
 This module has the records, and recognises what torch.utils.checkpoint saves. It must never copy bytes or call the
-store; `activations` does.
+store; `activations` and `boundary_recalls` do.
 
 [Note: one storage, one boundary] What is moved is a range of bytes of a storage: all of it, or the part that a tensor
 spans if this is less than half. So a tensor keeps its strides, and tensors that several checkpoints save, or that are

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from trainer_client.client.transport.channel import Pending
+from trainer_client.client.transport.gradient_leases import GradientLeases
+from trainer_client.client.transport.journal import GroupUpdate
 from trainer_client.client.transport.planes import LeasedBytes
-from trainer_client.client.transport.rank_store import GroupUpdate, RankStore
 from trainer_client.errors import PhaseError
 
 # The end of the error texts for calls that break the promise of final early updates.
@@ -58,11 +59,11 @@ class EarlyUpdates:
         withdrawn: how many of them were undone.
     """
 
-    def __init__(self, store: RankStore, *, are_final: bool = False) -> None:
+    def __init__(self, gradients: GradientLeases, *, are_final: bool = False) -> None:
         self.are_final = are_final
         self.begun = 0
         self.withdrawn = 0
-        self._store = store
+        self._leases = gradients
         self._of_group: dict[str, EarlyUpdate] = {}
 
     def begin(
@@ -78,7 +79,7 @@ class EarlyUpdates:
             table: the different hyper-parameters of the step. `update` gives each shard an index of this list.
             rows: the hyper-parameters of each shard of the group; None: the update does not change the shard.
         """
-        accepted = self._store.start_apply_gradients(step, list(table), [update], final=self.are_final)
+        accepted = self._leases.start_updates(step, list(table), [update], final=self.are_final)
         self._of_group[update.group] = EarlyUpdate(step=step, update=update, rows=rows, accepted=accepted)
         self.begun += 1
 
@@ -138,5 +139,5 @@ class EarlyUpdates:
     def undo(self, early: EarlyUpdate) -> None:
         """Have the store undo an early update. The rank keeps the lease on the gradient, so it can update again."""
         if early.accepted.wait():
-            self._store.withdraw_updates(early.step, [early.update.group])
+            self._leases.withdraw_updates(early.step, [early.update.group])
         self.withdrawn += 1

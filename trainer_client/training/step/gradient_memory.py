@@ -115,7 +115,7 @@ class LeasedMemory:
         self._lanes = lanes
         # The unanswered request for the lease of this gradient's memory. If `_leased` is a parked lease, it is the
         # request to recall that lease.
-        self._pending: Pending[list[LeasedBytes]] | None = None
+        self._pending: Pending[LeasedBytes] | None = None
         self._leased: LeasedBytes | None = None
         self._is_requested = False
         self._step = 0
@@ -142,13 +142,13 @@ class LeasedMemory:
     def _is_parked(self) -> bool:
         return self._leased is not None and self._leased.parked is not None
 
-    def _recall(self) -> Pending[list[LeasedBytes]]:
+    def _recall(self) -> Pending[LeasedBytes]:
         assert self._leased is not None
-        return self._store.recall(self._group.slab(GRAD), self._leased, self._step)
+        return self._store.gradients.recall(self._group.slab(GRAD), self._leased, self._step)
 
-    def _ask(self) -> Pending[list[LeasedBytes]]:
+    def _ask(self) -> Pending[LeasedBytes]:
         """Ask the store for a lease to write the gradient of the step."""
-        return self._store.acquire_write([self._group.slab(GRAD)], self._step)
+        return self._store.gradients.acquire(self._group.slab(GRAD), self._step)
 
     def reopen(self) -> None:
         """Do nothing, because the gradient is summed up in the leased memory, where `send` leaves it."""
@@ -174,7 +174,7 @@ class LeasedMemory:
 
     @property
     def can_park(self) -> bool:
-        return self._is_requested and self._store.parking.is_wanted
+        return self._is_requested and self._store.gradients.parking.is_wanted
 
     def park(self, *, sent: LeasedBytes | None) -> LeasedBytes | None:
         if self._pending is not None and self._leased is None:
@@ -184,12 +184,12 @@ class LeasedMemory:
             self.free()
             self._is_requested = True
         if self._pending is not None:
-            (self._leased,) = self._pending.wait()
+            self._leased = self._pending.wait()
             self._pending = None
-        if self._leased is None or self._is_parked or not self._store.parking.wants(self._leased):
+        if self._leased is None or self._is_parked or not self._store.gradients.parking.wants(self._leased):
             return None
         is_sent = sent is not None and sent.is_same_lease(self._leased)
-        parked = self._store.park(self._group.name, self._leased, is_sent=is_sent)
+        parked = self._store.gradients.park(self._group.name, self._leased, is_sent=is_sent)
         self._leased = parked or self._leased
         return parked
 
@@ -203,10 +203,10 @@ class LeasedMemory:
     def free(self) -> None:
         self._is_requested = False
         if self._pending is not None:
-            (self._leased,) = self._pending.wait()
+            self._leased = self._pending.wait()
         leased, self._leased, self._pending = self._leased, None, None
         if leased is not None:
-            self._store.release([leased]).wait()
+            self._store.leases.release([leased]).wait()
 
     def abandon(self) -> None:
         self.detach()()
@@ -221,7 +221,7 @@ class LeasedMemory:
             if pending is not None:
                 pending.release_when_granted()
             if leased is not None:
-                self._store.release_quietly([leased])
+                self._store.leases.release_quietly([leased])
 
         return release
 
@@ -243,7 +243,7 @@ class LeasedMemory:
                 self._lanes.finish_copies_in()
             if self._pending is not None:
                 pending, self._pending = self._pending, None
-                (self._leased,) = pending.wait()
+                self._leased = pending.wait()
         return self._current()
 
     def _current(self) -> LeasedBytes:
@@ -252,18 +252,18 @@ class LeasedMemory:
         A parked lease stays parked, because the store need not have room for the gradients of a step all at once.
         """
         assert self._leased is not None, "it was waited for"
-        while not self._store.is_current(self._leased):
+        while not self._store.leases.is_current(self._leased):
             # The daemon was restarted, so its lease is not valid any more. Only this rank has written to its range of
             # the old memory, so the gradient there is still right and is copied to the new lease.
             former = self._leased
-            (leased,) = self._ask().wait()
+            leased = self._ask().wait()
             try:
-                self._store.refill(self._group.name, leased, former)
+                self._store.gradients.refill(self._group.name, leased, former)
             except BaseException:
-                self._store.release_quietly([leased])
+                self._store.leases.release_quietly([leased])
                 raise
             if former.parked is not None:
-                leased = self._store.park(self._group.name, leased, is_sent=False) or leased
+                leased = self._store.gradients.park(self._group.name, leased, is_sent=False) or leased
             self._leased = leased
         return self._leased
 
@@ -307,7 +307,7 @@ class StagedMemory:
         self._is_requested = True
         self._step = step
         # A sum of gradients that stays on the device needs no memory of the store yet, so no lease is requested for it.
-        if sends or not self._store.parking.is_wanted:
+        if sends or not self._store.gradients.parking.is_wanted:
             self._home.start(step)
 
     def fetch_ahead(self) -> None:
@@ -443,11 +443,11 @@ class LocalMemory:
         return None
 
     def lease(self, step: int) -> LeasedBytes:
-        (leased,) = self._store.acquire_write([self._group.slab(GRAD)], step).wait()
+        leased = self._store.gradients.acquire(self._group.slab(GRAD), step).wait()
         try:
             self._lanes.copy_out(_copies(leased, self.partition)).wait()
         except BaseException:
-            self._store.release_quietly([leased])
+            self._store.leases.release_quietly([leased])
             raise
         self._partition = None
         return leased

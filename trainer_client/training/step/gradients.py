@@ -29,6 +29,7 @@ from trainer_client.training.model.units import Unit
 from trainer_client.training.ranks.collectives import Collectives
 from trainer_client.training.step.early_updates import EarlyUpdates
 from trainer_client.training.step.gradient_memory import GradientMemory, LeasedMemory, LocalMemory, StagedMemory
+from trainer_client.training.step.gradient_state import GradientState, GradientVerb, following
 from trainer_client.training.step.norms import Norms
 
 # The share of an accelerator's free memory that sums of gradients may take between the micro-batches of a step. If they
@@ -110,20 +111,18 @@ class GradientGroup:
         on_host = collectives.device.type == "cpu"
         self._norms_on_host = None if on_host else lanes.host_buffer(len(group.shards), torch.float32)
         self._sent: PendingCopy | None = None
-        # An object that identifies the last call of `hand_over`. It is None after the gradient has changed or its
-        # update was withdrawn, so the function that the call has left to run later sees that its call is obsolete, and
-        # does nothing.
-        self._handed_over: object | None = None
+        self._state = GradientState.EMPTY
+        # The number of the last call of `hand_over`. The function that a call has left to run later sees by it, and by
+        # the state, whether its call is obsolete, and then does nothing.
+        self._hand_overs = 0
         self._reduction_dtype = group.reduction_dtype
         self._collectives = collectives
         self._lanes = lanes
         self._mean = mean
-        # Three attributes that are used only with several ranks. `_full`: the gradient that this rank has not reduced
-        # yet. `_unreduced`: the slots of the parameters that have a gradient in `_full`. `_reduced`: whether
-        # `partition` has a sum of this step already.
+        # Two attributes that are used only with several ranks. `_full`: the gradient that this rank has not reduced
+        # yet. `_unreduced`: the slots of the parameters that have a gradient in `_full`.
         self._full: torch.Tensor | None = None
         self._unreduced: set[int] = set()
-        self._reduced = False
 
     @property
     def is_tile(self) -> bool:
@@ -133,7 +132,7 @@ class GradientGroup:
     @property
     def has_unreduced(self) -> bool:
         """Whether this rank has gradients of the group that are not yet added up over the ranks."""
-        return bool(self._unreduced)
+        return self._state.has_whole
 
     @property
     def has_all_of_pass(self) -> bool:
@@ -202,7 +201,7 @@ class GradientGroup:
     @property
     def is_handed_over(self) -> bool:
         """Whether `hand_over` was called for the gradient, and the gradient has not changed after that."""
-        return self._handed_over is not None
+        return self._state is GradientState.SENT
 
     def begin_change(self) -> None:
         """Withdraw the early update and remove the norms, because the gradient is about to change."""
@@ -217,7 +216,7 @@ class GradientGroup:
 
     def withdraw(self) -> None:
         """Have the store undo the group's early update, and begin none when the gradient arrives at its home."""
-        self._handed_over = None
+        self._enter(GradientVerb.WITHDRAW)
         self._early_updates.withdraw(self.flat_group.name)
 
     def hand_over(self, act: Act) -> None:
@@ -227,10 +226,12 @@ class GradientGroup:
             act: called when the gradient and its norms have arrived: at once, or in a later call of the lanes. It is
                 not called if the gradient has changed or was withdrawn before they arrive.
         """
-        self._handed_over = mine = object()
+        self._enter(GradientVerb.SEND)
+        self._hand_overs += 1
+        mine = self._hand_overs
 
         def act_unless_withdrawn() -> None:
-            if self._handed_over is mine:
+            if self.is_handed_over and self._hand_overs == mine:
                 act()
                 self.park()
 
@@ -285,11 +286,13 @@ class GradientGroup:
         if self._collectives.world_size == 1:
             partition = self._use()
             _put(partition[first:last].view(parameter.shape), gradient, add=slot in self.present)
+            self._enter(GradientVerb.ADD_UP)
         else:
             if self._full is None:
                 self._full = self._zeros()
             _put(self._full[first:last].view(parameter.shape), gradient, add=slot in self._unreduced)
             self._unreduced.add(slot)
+            self._enter(GradientVerb.KEEP_WHOLE)
         self.missing.discard(slot)
         self.present.add(slot)
 
@@ -308,24 +311,36 @@ class GradientGroup:
         self._full = None
         self._unreduced.clear()
         partition = self._use()
-        direct = not self._reduced and partition.device == device and partition.dtype == dtype
+        has_sum = self._state.has_sum
+        direct = not has_sum and partition.device == device and partition.dtype == dtype
         reduced = partition if direct else torch.empty(partition.numel(), dtype=dtype, device=device)
         what = f"the reduction of {self.flat_group.unit}"
         with self._lanes.communicating(full, reduced, partition):
             self._collectives.reduce_scatter(reduced, full.to(dtype), what, mean=self._mean)
             if not direct:
-                _put(partition, reduced, add=self._reduced)
-        self._reduced = True
+                _put(partition, reduced, add=has_sum)
+        self._enter(GradientVerb.ADD_UP)
+
+    def set_in(self, slot: int) -> torch.Tensor:
+        """Return `partition` for a caller that sets the gradient of the parameter in `slot`, which counts as present.
+
+        The early update is withdrawn before.
+        """
+        self.begin_change()
+        self.present.add(slot)
+        if self._collectives.world_size == 1:
+            self._enter(GradientVerb.ADD_UP)
+        return self.partition
 
     @property
     def is_reduced(self) -> bool:
         """Whether `partition` has a sum over all ranks of gradients of this step. All ranks have the same answer."""
-        return self._reduced or (self._collectives.world_size == 1 and self.memory.is_requested)
+        return self._state.has_sum or (self._collectives.world_size == 1 and self.memory.is_requested)
 
     @property
     def has_sum(self) -> bool:
         """Whether `partition` has a sum of gradients of this step. If not, its memory is uninitialised."""
-        return self._reduced or (self._collectives.world_size == 1 and bool(self.present))
+        return self._state.has_sum
 
     @torch.no_grad()
     def read_unreduced(self, slot: int) -> torch.Tensor:
@@ -392,11 +407,14 @@ class GradientGroup:
         self.memory.free()
         self._parking.remove(self)
         self._early_updates.remove(self.flat_group.name)
-        self._norms = self._sent = self._handed_over = None
+        self._enter(GradientVerb.FINISH)
+        self._norms = self._sent = None
         self.present.clear()
         self._full = None
         self._unreduced.clear()
-        self._reduced = False
+
+    def _enter(self, verb: GradientVerb) -> None:
+        self._state = following(self._state, verb)
 
 
 class Gradients:
@@ -431,7 +449,9 @@ class Gradients:
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (LocalMemory if homes[group.name] is Home.DEVICE else in_store)(group, store, lanes)
-            return GradientGroup(group, memory, early_updates, store.parking, collectives, lanes, norms, mean=mean)
+            return GradientGroup(
+                group, memory, early_updates, store.gradients.parking, collectives, lanes, norms, mean=mean
+            )
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
@@ -622,9 +642,7 @@ class Gradients:
         """
         found = self._find(group)
         assert found is not None, "can_change was asked"
-        found.begin_change()
-        found.present.add(slot)
-        return found.partition
+        return found.set_in(slot)
 
     def _check_reduced(self) -> None:
         if self._owes_reduction and self._collectives.world_size > 1:

@@ -51,6 +51,8 @@ class OpenForwards:
                 self._uses[unit.index].append(len(self._unit_of))
                 self._unit_of.append(unit)
         self._of_use: list[set[OpenForward]] = [set() for _ in self._unit_of]
+        # A dict serves as an ordered set, so the values are None.
+        self._used: dict[int, None] = {}
         # The forwards of units that began within the outermost forward under way, each as (use, forward). If no forward
         # is under way, the forwards that began within the last outermost one.
         self._newest: list[tuple[int, OpenForward]] = []
@@ -62,6 +64,27 @@ class OpenForwards:
     def unit_of(self, use: int) -> Unit:
         """Return the unit that the use with the number `use` belongs to."""
         return self._unit_of[use]
+
+    @property
+    def used(self) -> Sequence[int]:
+        """The uses that were noted since the last backward pass, each once and in the order in which they came first.
+
+        A use whose forward is still open after the pass stays.
+        """
+        return list(self._used)
+
+    def note_use(self, use: int) -> None:
+        """Take note that a forward with gradients has begun a use."""
+        self._used.setdefault(use)
+
+    def forget_uses(self, count: int) -> None:
+        """Forget the uses that were noted after the first `count` ones, because their forward has failed."""
+        while len(self._used) > count:
+            self._used.popitem()
+
+    def end_pass(self) -> None:
+        """Forget the uses of which no forward is open, because a backward pass is over."""
+        self._used = {use: None for use in self._used if self.is_open(use)}
 
     def is_open(self, use: int) -> bool:
         """Return whether a forward of this use is open, so that its backward may still come."""
@@ -104,3 +127,4 @@ class OpenForwards:
             for forward in forwards:
                 forward.expect_no_backward()
             forwards.clear()
+        self._used.clear()

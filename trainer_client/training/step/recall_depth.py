@@ -1,6 +1,6 @@
 """How many boundaries of activation checkpoints stay on the device, and how many come back ahead of their use.
 
-This module computes both from times that `activations` has measured. It must never look at a boundary.
+This module computes both from times that `boundary_recalls` has measured. It must never look at a boundary.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from statistics import median
 
 from paramserver.contract.limits import UNITS_MAPPED_AT_ONCE
 from trainer_client.base.recorder import Recorder, Stopwatch
-from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.client.transport.slab_leases import SlabLeases
 from trainer_client.training.model.gather import Reuse
 from trainer_client.training.model.units import Unit, UnitState
 from trainer_client.training.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
@@ -70,7 +70,7 @@ class Residency:
     def __init__(
         self,
         units: Sequence[Unit],
-        store: RankStore,
+        leases: SlabLeases,
         *,
         prefetch_bytes: int,
         kept_elements: int | None,
@@ -79,7 +79,7 @@ class Residency:
         stopwatch: Callable[[], Stopwatch],
     ) -> None:
         self._units = units
-        self._store = store
+        self._leases = leases
         self._recorder = recorder
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
@@ -142,7 +142,7 @@ class Residency:
             SessionEndedError: the store has given this session up, so the memory that was mapped may have held other
                 bytes than the parameters.
         """
-        self._store.check_leases()
+        self._leases.check()
         for unit in self._units:
             unit.check()
 
@@ -214,7 +214,7 @@ class Residency:
         """Announce to the store which units are used next in the traces, unless this rank has done so already."""
         if not self._has_transient and len(self._was_gathered) == self._leased_units:
             return  # All leased units are in the store's host memory for good, so there is nothing to announce.
-        self._window.note_fetches(*self._store.fetched)
+        self._window.note_fetches(*self._leases.fetched)
         ahead = self._window.resize(self._usual_bytes)
         wants: list[tuple[Unit, int]] = []
         budget = self._prefetch_bytes
@@ -227,7 +227,7 @@ class Residency:
             wants.append((unit, position))
         if any(unit.index not in self._announced for unit, _ in wants[:ahead]):
             self._announced = {unit.index for unit, _ in wants}
-            self._store.prefetch((slab, position) for unit, position in wants for slab in unit.slabs())
+            self._leases.prefetch((slab, position) for unit, position in wants for slab in unit.slabs())
 
     def pause(self) -> None:
         """Do not count the time from now to the next use as a unit's compute time, because other code runs."""

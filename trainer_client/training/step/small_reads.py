@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from paramserver.contract.kinds import PARAM
-from trainer_client.client.transport.rank_store import RankStore
+from trainer_client.client.transport.slab_leases import SlabLeases
 from trainer_client.errors import ReleasedParameterError
 from trainer_client.training.model.flat_group import FlatGroup
 from trainer_client.training.model.parameters import ModelParameter
@@ -43,7 +43,7 @@ class SmallReads:
             then nothing may be read.
         largest: a parameter with more elements may not be read.
         total: the most elements of all parameters that may be read, counted in the order of `parameters`.
-        store: this rank's store.
+        leases: this rank's leases on slabs.
         world_size: the number of ranks.
         wait_for_step: waits until the store has the last step of all ranks, and returns whether it has it.
     """
@@ -54,11 +54,11 @@ class SmallReads:
         *,
         largest: int,
         total: int,
-        store: RankStore,
+        leases: SlabLeases,
         world_size: int,
         wait_for_step: Callable[[], bool],
     ) -> None:
-        self._store = store
+        self._leases = leases
         self._world_size = world_size
         self._wait_for_step = wait_for_step
         self._small: set[int] = set()
@@ -116,11 +116,11 @@ class SmallReads:
                 continue
             if not self._wait_for_step():
                 raise ReleasedParameterError(parameter.fqn, function)
-            (leased,) = leases = self._store.acquire_read([group.slab(PARAM, rank)], position=0).wait()
+            (leased,) = leases = self._leases.acquire_read([group.slab(PARAM, rank)], position=0).wait()
             try:
                 target.copy_(leased.data.view(group.dtype)[begin - first : end - first])
             finally:
-                self._store.release(leases)
+                self._leases.release(leases)
         return values.view(parameter.shape)
 
 

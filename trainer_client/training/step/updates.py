@@ -22,8 +22,9 @@ import torch
 from paramserver.contract.kinds import PARAM
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.update import update_shards
+from trainer_client.client.transport.journal import GroupUpdate
 from trainer_client.client.transport.planes import LeasedBytes
-from trainer_client.client.transport.rank_store import GroupUpdate, RankStore
+from trainer_client.client.transport.rank_store import RankStore
 from trainer_client.config.home import Home
 from trainer_client.errors import StoreError
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
@@ -166,7 +167,7 @@ class Updates:
                 stored.append(gradient)
         if begun:
             # The leases of early updates are not released after this call, because the commit consumes them.
-            self._store.apply_gradients(step, rule.table.rows, begun, begun=True)
+            self._store.gradients.apply(step, rule.table.rows, begun, begun=True)
         if stored:
             self._hand_over(step, rule, [(gradient, None) for gradient in stored])
         for gradient in own:
@@ -187,9 +188,9 @@ class Updates:
             for gradient, leased in gradients:
                 leases.append(gradient.take_lease(step) if leased is None else leased)
                 updates.append(self._describe(gradient, leases[-1], rule))
-            self._store.apply_gradients(step, rule.table.rows, updates)
+            self._store.gradients.apply(step, rule.table.rows, updates)
         except BaseException:
-            self._store.release_quietly(leases)
+            self._store.leases.release_quietly(leases)
             raise
 
     def abandon(self, *, is_voted_for: bool) -> None:
@@ -205,7 +206,7 @@ class Updates:
         for early in () if is_voted_for else accepted:
             with suppress(StoreError):
                 self._early.undo(early)
-            self._store.release_quietly([early.update.gradient])
+            self._store.leases.release_quietly([early.update.gradient])
 
     def refresh(self) -> None:
         """Bring the parameters on this rank's device up to date with the step that `apply` made.

@@ -11,6 +11,7 @@ import torch
 
 from trainer_client.client.transport.attachment import Attachment
 from trainer_client.client.transport.journal import Derived, Journal, JournaledVote, Value
+from trainer_client.client.transport.journal_state import JournalState
 from trainer_client.errors import StoreUnavailableError
 
 
@@ -201,3 +202,23 @@ def test_a_gradient_that_is_parked_before_a_vote_is_answered_belongs_to_the_step
     assert not journal.is_useful
     journal.vote = JournaledVote(step=2, client_state=b"", settled=1, attachment=daemon, call=Future())
     assert journal.is_useful, "commit 2 will be durable"
+
+
+def test_a_step_without_updates_keeps_the_values_that_were_handed_over_for_it() -> None:
+    """No parameter of this rank was updated, and its gradients would be too large to keep if there were any."""
+    journal, entries = opened()
+    journal.expect_gradients(1)
+    (daemon,) = attachments(1)
+    assert journal.note_update(5, [], []) is not None
+    journal.remove(journal._entries[-1])
+    journal.replay(daemon)
+
+    assert entries[0].given_to == entries[1].given_to == [daemon]
+    assert not journal.state.lacks_bytes
+
+
+def test_a_rank_hands_nothing_over_between_its_vote_and_the_commit() -> None:
+    journal, entries = opened()
+    journal.state = JournalState.VOTED
+    with pytest.raises(RuntimeError, match="a journal that is VOTED cannot NOTE"):
+        journal.note(5, entries[2])

@@ -16,6 +16,7 @@ from paramserver.v1.parameter_store_pb2_grpc import ParameterStoreStub
 from trainer_client.base.recorder import Recorder
 from trainer_client.client.transport.attachments import Attachments
 from trainer_client.client.transport.journal import Journal, JournaledVote
+from trainer_client.client.transport.journal_state import JournalState
 from trainer_client.client.transport.pending_calls import PendingCommit
 from trainer_client.errors import StoreUnavailableError
 
@@ -44,7 +45,7 @@ def voted(tmp_path: Path) -> Iterator[tuple[Journal, PendingCommit]]:
         assert call.exception().code() is grpc.StatusCode.UNAVAILABLE
         journal = Journal()
         journal.open(most_bytes=0, durable_every=1)
-        journal.step = 5
+        journal.step, journal.state = 5, JournalState.VOTED
         journal.vote = JournaledVote(step=5, client_state=b"", settled=4, attachment=cast(Any, object()), call=call)
         attachments = cast(Attachments, AttachedAgain(journal))
         yield journal, PendingCommit(attachments, journal.vote, Recorder())

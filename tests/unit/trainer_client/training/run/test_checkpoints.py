@@ -75,6 +75,8 @@ class Store:
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
+        # The calls about the job are methods of this class, too.
+        self.job = self
 
     def keep_step(self, step: int, name: str, note: str) -> Any:
         self.notes[name] = note

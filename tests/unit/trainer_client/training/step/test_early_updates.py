@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from trainer_client.client.transport.rank_store import GroupUpdate, RankStore
+from trainer_client.client.transport.gradient_leases import GradientLeases
+from trainer_client.client.transport.journal import GroupUpdate
 from trainer_client.errors import PhaseError
 from trainer_client.training.step.early_updates import EarlyUpdates
 
@@ -26,7 +27,7 @@ class Store:
         self.withdrawn: list[tuple[int, list[str]]] = []
         self._accepts = accepts
 
-    def start_apply_gradients(self, step: int, table: Any, updates: Any, *, final: bool) -> Accepted:
+    def start_updates(self, step: int, table: Any, updates: Any, *, final: bool) -> Accepted:
         return Accepted(self._accepts)
 
     def withdraw_updates(self, step: int, groups: list[str]) -> None:
@@ -34,7 +35,7 @@ class Store:
 
 
 def begin(store: Store, *, are_final: bool = False) -> EarlyUpdates:
-    early = EarlyUpdates(cast(RankStore, store), are_final=are_final)
+    early = EarlyUpdates(cast(GradientLeases, store), are_final=are_final)
     update = GroupUpdate(group="a[0:8]", gradient=cast(Any, None), scale=1.0, hyper_parameters_of_shard=[-1])
     early.begin(3, update, [], [None])
     return early
