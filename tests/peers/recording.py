@@ -65,6 +65,14 @@ def step_after_each_backward(clipped_to: float) -> None:
     AcceleratedOptimizer.step = lambda *_: None
 
 
+def have_dummies() -> None:
+    """Give Accelerate the names of its placeholders, which it has only where DeepSpeed is installed."""
+    import accelerate.utils  # noqa: PLC0415 - the script decides whether it is used
+    from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # noqa: PLC0415
+
+    accelerate.utils.DummyOptim, accelerate.utils.DummyScheduler = DummyOptim, DummyScheduler
+
+
 def main() -> None:
     words = sys.argv[1:]
     # A launcher puts the number of the rank before the other arguments.
@@ -74,6 +82,8 @@ def main() -> None:
     sys.argv = [script, *of_launcher, *arguments]
     if clipped_to := os.environ.get("STEP_AFTER_EACH_BACKWARD_CLIPPED_TO"):
         step_after_each_backward(float(clipped_to))
+    if os.environ.get("HAS_DUMMIES"):
+        have_dummies()
     losses.watch(torch.Tensor, 0)
     if find_spec("deepspeed") is not None:
         import deepspeed  # noqa: PLC0415 - it is there only where the script runs over it

@@ -42,12 +42,15 @@ class Glue(evaluate.Metric):
 class Case:
     """One example: its script, and the arguments of each of its starts, one after another in the same directory.
 
-    `plain_variables` are environment variables of the runs without this library.
+    `plain_variables` are environment variables of the runs without this library, and `options` are those of the
+    launcher. With `shuffles_by_weights`, the run at stage 3 has to end, and its losses are not compared.
     """
 
     script: str
     starts: Sequence[Sequence[str]] = ((),)
     plain_variables: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
+    shuffles_by_weights: bool = False
 
 
 # These examples are not for DeepSpeed: ddp_comm_hook (DDP), fsdp_with_peak_mem_tracking (FSDP), local_sgd (Accelerate
@@ -71,8 +74,13 @@ CASES = {
     "metrics": Case(script="multi_process_metrics.py"),
     "profiler": Case(script="profiler.py"),
     "tracking": Case(script="tracking.py", starts=[["--with_tracking", "--project_dir", "logs"]]),
+    # This example imports names that Accelerate has only with DeepSpeed, and saves the whole weights at its end. At
+    # stage 3, transformers draws weights before it loads them, so the example then shuffles its texts in another order.
     "config": Case(
         script="deepspeed_with_config_support.py",
+        plain_variables={"HAS_DUMMIES": "1"},
+        options=["--zero3_save_16bit_model", "true"],
+        shuffles_by_weights=True,
         starts=[
             shlex.split(
                 "--model_name_or_path HuggingFaceTB/SmolLM-360M --train_file texts.json --validation_file texts.json "
@@ -144,9 +152,13 @@ def plain(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def test_the_losses_are_those_without(
     tmp_path: Path, train: Train, plain: Callable[[str], list[float]], name: str, stage: int
 ) -> None:
-    options = ["--zero_stage", str(stage), "--zero3_init_flag", str(stage == 3).lower()]
+    options = ["--zero_stage", str(stage), "--zero3_init_flag", str(stage == 3).lower(), *CASES[name].options]
     # The micro-batches of a step are those of the launcher, which Accelerate's plug-in for DeepSpeed reads.
     if "--gradient_accumulation_steps" in (words := CASES[name].starts[0]):
         options += words
 
-    assert train(tmp_path, Way.ACCELERATE, options, name) == pytest.approx(plain(name), rel=1e-4)
+    losses = train(tmp_path, Way.ACCELERATE, options, name)
+    if stage == 3 and CASES[name].shuffles_by_weights:
+        assert len(losses) == len(plain(name))
+    else:
+        assert losses == pytest.approx(plain(name), rel=1e-4)

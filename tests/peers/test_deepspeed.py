@@ -114,9 +114,10 @@ CHAT_ARGUMENTS = shlex.split(
     "--per_device_eval_batch_size 4 --max_seq_len 32 --learning_rate 1e-3 --num_train_epochs 2 --dtype bf16 "
     "--gradient_accumulation_steps 1 --deepspeed --output_dir saved --data_output_path prepared --seed 1234"
 )
-# transformers 5 has moved this function.
+# transformers 5 has moved this function, and a tokenizer of it has one file and no vocabulary of its own.
 CHAT_TODAY = {
-    "from transformers.modeling_utils import no_init_weights": "from transformers.initialization import no_init_weights"
+    "transformers.modeling_utils import no_init_weights": "transformers.initialization import no_init_weights",
+    "tokenizer.save_vocabulary(output_dir)": "tokenizer.save_pretrained(output_dir)",
 }
 # In bf16 a different order of sums rounds a weight the other way, by 0.4 %.
 BF16 = 2e-2
@@ -193,7 +194,7 @@ def prepare(directory: Path, checkout: Path, case: Case) -> Path:
     for name, count in (("train", 32), ("eval", 8)):
         words = ("prompt", "chosen", "rejected")
         rows = [{word: models.sentence(8 * n + place) for place, word in enumerate(words)} for n in range(count)]
-        path = directory / f"data/{name}.json"
+        path = folder / f"data/{name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(map(json.dumps, rows)))
     return folder

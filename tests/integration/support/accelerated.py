@@ -43,6 +43,7 @@ def make(library: str, example: str, directory: Path, **arguments: Any) -> Any:
     GradientState._reset_state()
     if library == "accelerate":
         return accelerate.Accelerator(cpu=True, **arguments)
+    (directory / example).mkdir(exist_ok=True)
     store = {"state_dir": str(directory / example / "state"), "host_budget": "64MiB", "nvme_budget": "1GiB"}
     return trainer_client.Accelerator(config=CONFIGS[example] | {"paramserver": store}, **arguments)
 
