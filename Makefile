@@ -246,6 +246,7 @@ dist: venv ## Build the wheel and the source distribution, check them, and train
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 	  proto/paramserver/v1/*.proto
+	$(BIN)/python -m proto.stored_kind
 
 # The lock is made with the oldest supported Python, so that every pinned version installs on all supported ones. The
 # platform packages of torch (CUDA) are left out, because they depend on the platform's torch wheel, which pins them.

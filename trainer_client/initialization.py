@@ -84,7 +84,7 @@ def initialize(
             resume the initial values do not matter. A model of an open engine leaves that engine, with the weights and
             in the dtype that it has there; the former engine is closed then. A model of an engine that was closed has
             its weights at stages 0 to 2.
-        optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
+        optimizer: a fresh optimizer, of a class that `docs/optimizers.md` lists, or a callable from
             parameters to one; None: the optimizer of the config. If that has none either, the engine is for inference.
         model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
             Without effect beside an optimizer instance, which has its groups (as with DeepSpeed), and without any

@@ -7,20 +7,19 @@ the disks; a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
+from paramserver.contract import stored_kind
 from paramserver.contract.words import word_of, words_of
 from paramserver.v1 import parameter_store_pb2 as pb
 
 Kind: TypeAlias = pb.Kind
+StoredKind: TypeAlias = stored_kind.StoredKind
 
 # The kinds of bytes that a job has with any optimizer. All other kinds are optimizer states (contract/optimizers).
 PARAM = pb.KIND_PARAM
 MASTER = pb.KIND_MASTER
 GRAD = pb.KIND_GRAD
-
-# The names of the kinds that a job stores from step to step. Gradients are left out, because a step uses them up.
-StoredKind = Literal["param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"]
 
 KINDS: Mapping[str, Kind] = words_of(pb.Kind)
 

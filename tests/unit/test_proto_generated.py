@@ -1,10 +1,12 @@
-"""The generated code under paramserver/v1 equals the code that protoc now generates from proto/."""
+"""The generated code equals the code that protoc and proto/stored_kind.py now generate from proto/."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+from proto import stored_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path("paramserver/v1")
@@ -26,3 +28,7 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     assert sorted(committed) == sorted(fresh), "files differ: run `make proto` and remove what it does not make"
     stale = [name for name in fresh if committed[name] != fresh[name]]
     assert not stale, f"generated from older .proto files or by another protoc: {stale}; run `make proto`"
+
+
+def test_the_words_of_the_stored_kinds_are_up_to_date() -> None:
+    assert stored_kind.FILE.read_text() == stored_kind.text(), "run `make proto`"

@@ -13,10 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_client.client.store_client.types import Kind
+from paramserver.contract.optimizers.registry import OPTIMIZERS
+from trainer_client.client.store_client.types import Kind, kind_from_proto
 
 # The optimizer states that a store can keep, by the names that torch's optimizers give them.
-STATE_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
+STATE_KINDS: tuple[Kind, ...] = tuple(
+    dict.fromkeys(kind_from_proto(kind) for optimizer in OPTIMIZERS.values() for kind in optimizer.states)
+)
 
 
 class Values(Protocol):

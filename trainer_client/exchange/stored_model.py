@@ -19,10 +19,11 @@ from typing import Any
 import grpc
 import torch
 
+from paramserver.contract.optimizers.registry import OPTIMIZERS
 from paramserver.contract.printable import printable
 from trainer_client.base.index_ranges import from_ranges
 from trainer_client.client.store_client.client_sync import StoreClientSync
-from trainer_client.client.store_client.types import Kind, StoredLayout, StoredTensor
+from trainer_client.client.store_client.types import Kind, StoredLayout, StoredTensor, kind_from_proto
 from trainer_client.client.transport.credentials import Credentials
 from trainer_client.errors import ClientStateError, StoreNotFoundError
 from trainer_client.training.model.slot_table import Slot
@@ -43,7 +44,11 @@ _BATCH_BYTES = 4 << 20
 _CHOICE_SECONDS = 30.0
 _WEIGHTS: tuple[Kind, ...] = ("param", "master")
 # If a parameter has one of these states, torch's state dict also has the count of its updates, "step".
-_COUNTED_STATES: frozenset[Kind] = frozenset({"exp_avg_sq", "sum"})
+_COUNTED_STATES: frozenset[Kind] = frozenset(
+    kind_from_proto(kind)
+    for kind in {kind for each in OPTIMIZERS.values() if each.is_counted for kind in each.states}
+    - {kind for each in OPTIMIZERS.values() if not each.is_counted for kind in each.states}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def _to_row(group: ParameterGroup, defaults: Mapping[str, Any], update_count: in
     )
 
 
-ADAGRAD = TorchOptimizer(
+RECORD = TorchOptimizer(
     torch_class=torch.optim.Adagrad,
     section=AdagradOptimizer,
     to_row=_to_row,

@@ -114,7 +114,7 @@ def to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> Hy
     return HyperParameters(adam=pb.Adam(**values))
 
 
-ADAM = TorchOptimizer(
+RECORD = TorchOptimizer(
     torch_class=torch.optim.Adam,
     section=AdamOptimizer,
     to_row=to_row,

@@ -29,4 +29,4 @@ class AdamWOptimizer(OptimizerSection):
     params: AdamWSection = Field(default=AdamWSection(), description="hyper-parameters")
 
 
-ADAMW = TorchOptimizer(torch_class=torch.optim.AdamW, section=AdamWOptimizer, to_row=to_row)
+RECORD = TorchOptimizer(torch_class=torch.optim.AdamW, section=AdamWOptimizer, to_row=to_row)

@@ -113,6 +113,6 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], __: int) -> HyperParame
     )
 
 
-LION = TorchOptimizer(
+RECORD = TorchOptimizer(
     torch_class=Lion, section=LionOptimizer, to_row=_to_row, other_names=("FusedLion", "DeepSpeedCPULion")
 )

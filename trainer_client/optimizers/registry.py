@@ -1,32 +1,29 @@
 """The optimizers of a training loop that the store runs, and the reasons why it refuses others.
 
-To add an optimizer, add a module with its record to this folder and an entry to the tuple below; the record of its
-arithmetic goes into paramserver/contract/optimizers/registry.py.
+To add an optimizer, add a module of its name with a RECORD to this folder;
+paramserver/contract/optimizers/registry.py says what else it needs.
 """
 
 from __future__ import annotations
 
 from functools import reduce
+from importlib import import_module
 from operator import or_
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from paramserver.contract.optimizers import registry as contract
 from trainer_client.errors import ConfigError
-from trainer_client.optimizers.adagrad import ADAGRAD
-from trainer_client.optimizers.adam import ADAM
-from trainer_client.optimizers.adamw import ADAMW
-from trainer_client.optimizers.lion import LION
-from trainer_client.optimizers.sgd import SGD
 from trainer_client.optimizers.torch_optimizer import OptimizerSection, TorchOptimizer, class_that_runs
 
-_RECORDS = (
-    ADAMW,
-    ADAM,
-    SGD,
-    LION,
-    ADAGRAD,
-)
+
+def _record(name: str) -> TorchOptimizer:
+    found: TorchOptimizer = import_module(f"trainer_client.optimizers.{name}").RECORD
+    return found
+
+
+_RECORDS = tuple(_record(name) for name in contract.OPTIMIZERS)
 OPTIMIZERS = {record.name: record for record in _RECORDS}
 
 # The type of the config's section `optimizer`: the section of any of these optimizers. The section's key `type` says

@@ -60,4 +60,4 @@ def _find_problem(group: ParameterGroup) -> str | None:
     return None
 
 
-SGD = TorchOptimizer(torch_class=torch.optim.SGD, section=SgdOptimizer, to_row=_to_row, find_problem=_find_problem)
+RECORD = TorchOptimizer(torch_class=torch.optim.SGD, section=SgdOptimizer, to_row=_to_row, find_problem=_find_problem)

@@ -50,7 +50,7 @@ def update_without_kernel(values: pb.Adagrad, weights: Tensors, gradients: Tenso
     )
 
 
-ADAGRAD = Optimizer(
+RECORD = Optimizer(
     name="adagrad",
     states=(pb.KIND_SUM,),
     ranges={
@@ -62,4 +62,5 @@ ADAGRAD = Optimizer(
         "update_count": is_count,
     },
     rule=_rule,
+    is_counted=True,
 )

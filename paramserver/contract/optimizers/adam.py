@@ -59,4 +59,4 @@ def _rule(values: pb.Adam, weights: Tensors, gradients: Tensors, states: States)
     update(torch._fused_adam_, values, weights, gradients, states)
 
 
-ADAM = Optimizer(name="adam", states=STATES, ranges=RANGES, rule=_rule)
+RECORD = Optimizer(name="adam", states=STATES, ranges=RANGES, rule=_rule, is_counted=True)

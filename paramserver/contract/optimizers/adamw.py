@@ -13,4 +13,4 @@ def _rule(values: pb.AdamW, weights: Tensors, gradients: Tensors, states: States
     update(torch._fused_adamw_, values, weights, gradients, states)
 
 
-ADAMW = Optimizer(name="adamw", states=STATES, ranges=RANGES, rule=_rule)
+RECORD = Optimizer(name="adamw", states=STATES, ranges=RANGES, rule=_rule, is_counted=True)

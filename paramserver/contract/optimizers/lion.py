@@ -38,7 +38,7 @@ def _rule(values: pb.Lion, weights: Tensors, gradients: Tensors, states: States)
         )
 
 
-LION = Optimizer(
+RECORD = Optimizer(
     name="lion",
     states=(pb.KIND_EXP_AVG,),
     ranges={"lr": is_not_negative, "beta1": is_beta, "beta2": is_beta, "weight_decay": is_not_negative},

@@ -46,6 +46,7 @@ class Optimizer:
             them in one call, because each launch on a GPU takes some microseconds. The gradients are unscaled and
             clipped; the rule may overwrite them.
         needs_states: returns whether an update with these values uses the states at all.
+        is_counted: whether torch's state of a parameter has the number of its updates, "step", beside these states.
         find_conflict: returns what is wrong with values that are each in their range, or None if nothing is wrong.
     """
 
@@ -54,6 +55,7 @@ class Optimizer:
     ranges: Mapping[str, Range]
     rule: Callable[[Any, Tensors, Tensors, States], None]
     needs_states: Callable[[Any], bool] = _always
+    is_counted: bool = False
     find_conflict: Callable[[Any], str | None] = _never_wrong
 
 

@@ -1,7 +1,7 @@
 """The optimizers that the store runs, and the checks of an optimizer's hyper-parameters.
 
-To add an optimizer, add a message to the contract's HyperParameters, a module with its record in this folder, and an
-entry in the tuple below; then add its other half to trainer_client/optimizers/registry.py.
+To add an optimizer, add a message to the contract's HyperParameters, and modules of its name with a RECORD to this
+folder and to trainer_client/optimizers.
 
 The rules call torch's fused kernels directly and not the functions of torch.optim. The bookkeeping of torch.optim takes
 longer than the kernel does for ten thousand elements, and even more if the processor's cache is full of states.
@@ -10,23 +10,21 @@ longer than the kernel does for ten thousand elements, and even more if the proc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 
 from paramserver.contract.kinds import Kind
-from paramserver.contract.optimizers.adagrad import ADAGRAD
-from paramserver.contract.optimizers.adam import ADAM
-from paramserver.contract.optimizers.adamw import ADAMW
-from paramserver.contract.optimizers.lion import LION
 from paramserver.contract.optimizers.optimizer import HyperParameters, Optimizer, States, Tensors
-from paramserver.contract.optimizers.sgd import SGD
 
-_RECORDS = (
-    ADAMW,
-    ADAM,
-    SGD,
-    LION,
-    ADAGRAD,
-)
-OPTIMIZERS: Mapping[str, Optimizer] = {record.name: record for record in _RECORDS}
+
+def _record(name: str) -> Optimizer:
+    found: Optimizer = import_module(f"paramserver.contract.optimizers.{name}").RECORD
+    return found
+
+
+# The records, in the order of the contract. Each is RECORD of the module that has the name of the optimizer's field.
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    field.name: _record(field.name) for field in HyperParameters.DESCRIPTOR.oneofs_by_name["optimizer"].fields
+}
 
 
 def apply(row: HyperParameters, weights: Tensors, gradients: Tensors, states: States) -> None:

@@ -39,7 +39,7 @@ def _find_conflict(values: pb.Sgd) -> str | None:
     return None
 
 
-SGD = Optimizer(
+RECORD = Optimizer(
     name="sgd",
     states=(pb.KIND_MOMENTUM_BUFFER,),
     ranges={
