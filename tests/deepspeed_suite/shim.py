@@ -133,11 +133,16 @@ def _open_whole(model: Any, parameters: Any, settings: TrainingConfig, *argument
 
 
 def _init_with_name(*arguments: Any, **options: Any) -> None:
-    """Initialise torch.distributed as the library does, and agree on the name of this group of ranks."""
+    """Initialise torch.distributed as the library does, and agree on the name of a new group of ranks.
+
+    The ranks of a group that exists already have agreed, and may be within zero.Init, which refuses this exchange.
+    """
+    is_new = not dist.is_initialized()
     _init_distributed(*arguments, **options)
-    names = [uuid.uuid4().hex]
-    dist.broadcast_object_list(names)
-    _group[:] = names
+    if is_new:
+        names = [uuid.uuid4().hex]
+        dist.broadcast_object_list(names)
+        _group[:] = names
 
 
 def install() -> None:

@@ -177,7 +177,9 @@ def _show_partitions(optimizer: StoreOptimizer) -> None:
     for group in optimizer.param_groups:
         parts = {kind: torch.cat([_part(engine, p, kind) for p in group["params"]]) for kind in ("master", *_MOMENTS)}
         weights = nn.Parameter(parts.pop("master"))
-        optimizer.optimizer.state[weights] = {"step": counts[optimizer._index_of[id(group["params"][0])]], **parts}
+        states = {"step": counts[optimizer._index_of[id(group["params"][0])]], **parts}
+        # The library refuses to change these states, because a script would expect an effect.
+        dict.__setitem__(optimizer.optimizer.state, weights, states)
         _hidden[weights] = group["params"]
         group["params"] = [weights]
 
@@ -186,7 +188,7 @@ def _hide_partitions(optimizer: StoreOptimizer) -> None:
     """Undo `_show_partitions`."""
     for group in optimizer.param_groups:
         (weights,) = group["params"]
-        del optimizer.optimizer.state[weights]
+        dict.__delitem__(optimizer.optimizer.state, weights)
         group["params"] = _hidden.pop(weights)
 
 
