@@ -100,7 +100,7 @@ class SlabLeases:
         self.fetched = response.fetched_bytes, response.fetch_seconds
 
     def read_as_of(self, step: int) -> None:
-        """Have `acquire_read` return bytes of the committed `step`, and no later ones, until the next `commit`."""
+        """Have `acquire_read` return bytes of the committed `step`, and no later ones, until `StepCalls.commit`."""
         self._as_of_step = step
 
     def acquire_read(
