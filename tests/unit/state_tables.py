@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from typing import TypeVar
+
+import pytest
 
 VerbT = TypeVar("VerbT", bound=enum.Enum)
 StateT = TypeVar("StateT", bound=enum.Enum)
@@ -20,3 +23,20 @@ def table_in(text: str | None, verbs: type[VerbT], states: type[StateT]) -> dict
         for state, cell in zip(columns, cells, strict=True)
         if cell
     }
+
+
+def check_transition(
+    table: Mapping[tuple[VerbT, StateT], StateT],
+    following: Callable[[StateT, VerbT], StateT],
+    state: StateT,
+    verb: VerbT,
+    refusal: type[Exception],
+    words: str,
+) -> None:
+    """Check that `following` gives what the table has, or raises `refusal` with `words` where the field is empty."""
+    documented = table.get((verb, state))
+    if documented is not None:
+        assert following(state, verb) is documented
+        return
+    with pytest.raises(refusal, match=words):
+        following(state, verb)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.state_tables import table_in
+from tests.unit.state_tables import check_transition, table_in
 from trainer_client.client.transport import session_state
 from trainer_client.client.transport.session_state import SessionState, SessionVerb, following
 
@@ -14,12 +14,8 @@ TABLE = table_in(session_state.__doc__, SessionVerb, SessionState)
 @pytest.mark.parametrize("state", SessionState)
 @pytest.mark.parametrize("verb", SessionVerb)
 def test_every_transition_is_the_documented_one(verb: SessionVerb, state: SessionState) -> None:
-    documented = TABLE.get((verb, state))
-    if documented is not None:
-        assert following(state, verb) is documented
-        return
-    with pytest.raises(RuntimeError, match=f"a session that is {state.name} cannot {verb.name}"):
-        following(state, verb)
+    words = f"a session that is {state.name} cannot {verb.name}"
+    check_transition(TABLE, following, state, verb, RuntimeError, words)
 
 
 def test_a_session_that_is_over_stays_so() -> None:

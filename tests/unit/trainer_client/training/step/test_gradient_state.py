@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.state_tables import table_in
+from tests.unit.state_tables import check_transition, table_in
 from trainer_client.training.step import gradient_state
 from trainer_client.training.step.gradient_state import GradientState, GradientVerb, following
 
@@ -14,12 +14,8 @@ TABLE = table_in(gradient_state.__doc__, GradientVerb, GradientState)
 @pytest.mark.parametrize("state", GradientState)
 @pytest.mark.parametrize("verb", GradientVerb)
 def test_every_transition_is_the_documented_one(verb: GradientVerb, state: GradientState) -> None:
-    documented = TABLE.get((verb, state))
-    if documented is not None:
-        assert following(state, verb) is documented
-        return
-    with pytest.raises(RuntimeError, match=f"a gradient that is {state.name} cannot {verb.name}"):
-        following(state, verb)
+    words = f"a gradient that is {state.name} cannot {verb.name}"
+    check_transition(TABLE, following, state, verb, RuntimeError, words)
 
 
 def test_only_a_withdrawal_and_the_end_of_the_step_lead_out_of_sent() -> None:
