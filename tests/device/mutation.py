@@ -22,6 +22,7 @@ import torch
 MODULES = (
     "trainer_client.base.lanes.device_lanes",
     "trainer_client.training.step.gradient_memory",
+    "trainer_client.training.step.gradient_group",
     "trainer_client.training.step.gradients",
     "trainer_client.training.step.hooks",
     "trainer_client.training.step.backward_hooks",

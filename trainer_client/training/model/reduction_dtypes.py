@@ -1,7 +1,7 @@
 """Which parameters' gradients are added up over the ranks in the dtype of autocast.
 
 This module owns the mark of such a parameter: an attribute with the same name as DeepSpeed's, because scripts read it.
-This module must never change a value: step/gradients.py reduces the gradients.
+This module must never change a value: step/gradient_group.py reduces the gradients.
 """
 
 from __future__ import annotations

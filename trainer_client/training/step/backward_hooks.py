@@ -39,8 +39,9 @@ from trainer_client.base.recorder import Recorder
 from trainer_client.errors import PhaseError, StoreError
 from trainer_client.training.model.transforms import is_transformed
 from trainer_client.training.model.units import Unit, UnitState
+from trainer_client.training.step.gradient_group import GradientGroup
 from trainer_client.training.step.gradient_hooks import AllGradientsHook, is_computed
-from trainer_client.training.step.gradients import GradientGroup, Gradients
+from trainer_client.training.step.gradients import Gradients
 from trainer_client.training.step.open_forwards import OpenForwards
 from trainer_client.training.step.outermost_forward import OutermostForward
 from trainer_client.training.step.parameter_hooks import ParameterHooks

@@ -322,7 +322,7 @@ class StagedMemory:
             self._lanes.copy_in(self._on_device, leased.data, leased.pieces())
             # `park` and `free` call `finish_copies_in` to wait for this copy. `finish_copies_in` waits only for copies
             # that have a function to call afterwards, so this copy gets a function that does nothing.
-            self._lanes.after_copies_in(_nothing)
+            self._lanes.after_copies_in(nothing)
 
     def send(self, also: Sequence[tuple[torch.Tensor, torch.Tensor]], act: Act) -> PendingCopy:
         if self._copy is None:
@@ -364,7 +364,7 @@ class StagedMemory:
 
     def lease(self, step: int) -> LeasedBytes:
         self._is_requested = False
-        copy = self.send([], _nothing) if self._copy is None else self._copy
+        copy = self.send([], nothing) if self._copy is None else self._copy
         copy.wait()
         self._copy = None
         return self._home.lease(step)
@@ -465,5 +465,5 @@ def _copies(leased: LeasedBytes, values: torch.Tensor) -> list[tuple[torch.Tenso
     return [(leased.data[piece], source[piece]) for piece in leased.pieces()]
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Do nothing after a copy that needs no further action."""

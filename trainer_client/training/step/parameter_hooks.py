@@ -18,7 +18,8 @@ from trainer_client.training.model.parameters import ModelParameter
 from trainer_client.training.model.taken_gradients import hide_gradient, show_gradient
 from trainer_client.training.model.tile import TileWeight, take_whole
 from trainer_client.training.model.units import Unit, UnitState
-from trainer_client.training.step.gradients import GradientGroup, Gradients
+from trainer_client.training.step.gradient_group import GradientGroup
+from trainer_client.training.step.gradients import Gradients
 
 Hook: TypeAlias = Callable[[torch.Tensor], None]
 

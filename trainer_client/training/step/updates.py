@@ -35,7 +35,7 @@ from trainer_client.training.model.slot_table import ShardRange
 from trainer_client.training.model.states import PlacedStates
 from trainer_client.training.ranks.collectives import Collectives
 from trainer_client.training.step.early_updates import EarlyUpdate, EarlyUpdates
-from trainer_client.training.step.gradients import GradientGroup
+from trainer_client.training.step.gradient_group import GradientGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
