@@ -152,19 +152,22 @@ async def test_a_lender_that_dies_within_an_update_loses_nothing(tmp_path: Path)
         await training.assert_at(step)
 
 
-async def test_a_lender_that_answers_nothing_is_given_up_after_the_time_out(tmp_path: Path) -> None:
-    async with paired(tmp_path, lender_timeout_seconds=0.2) as pair:
+async def test_a_lender_that_answers_nothing_is_given_up_after_the_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(tmp_path) as pair:
         training = await trained(pair)
         pair.lender.is_stopped = True
-        await go_on(pair, training)
+        # Only a stopped lender meets a short time-out, because on a busy machine an honest lender is late, too.
+        with monkeypatch.context() as stopped:
+            stopped.setattr(pair.remote, "_timeout_seconds", 0.2)
+            await go_on(pair, training)
         assert pair.remote.lenders[0].timeouts == 1 and pair.remote.used_bytes == 0
         assert any("not answered within" in event or "not taken within" in event for event in pair.events)
         pair.lender.is_stopped = False
-        # On a busy machine the lender may once more be too slow.
-        async with asyncio.timeout(20):
-            while not pair.remote.used_bytes:
-                await pair.borrowed()
-                await go_on(pair, training)
+        await pair.borrowed()
+        await go_on(pair, training)
+        assert pair.remote.used_bytes == training.version_bytes
 
 
 class Tampering:
