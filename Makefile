@@ -112,6 +112,10 @@ silence: N ?= 100
 silence: venv ## Silence nodes, links, daemons and trainers of a job N times and look for what the table forbids (root; N=100 SEED=...)
 	$(BIN)/python -m tests.faults.silence --kills $(N) $(if $(SEED),--seed $(SEED))
 
+busy: N ?= 3600
+busy: venv ## Have ranks watch each other on busy cores and a slow link for N seconds, and look for a false verdict (root; N=3600)
+	$(BIN)/python -m pytest tests/integration/test_silent_nodes.py -k busy --busy-seconds $(N) --timeout 0 -o faulthandler_timeout=0
+
 lenders: N ?= 200
 lenders: venv ## Kill, stop, empty and cut off the lenders of a training run N times and compare the bits (root; N=200 SEED=...)
 	$(BIN)/python -m tests.faults.lenders --strikes $(N) $(if $(SEED),--seed $(SEED))

@@ -140,6 +140,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help=f"a checkout of {name}, whose examples tests/peers runs; they are skipped without it",
         )
     parser.addoption(
+        "--busy-seconds",
+        type=float,
+        default=12.0,
+        help="tests/integration/test_silent_nodes.py: how long ranks on busy cores and a slow link watch each other",
+    )
+    parser.addoption(
         "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"
     )
 

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def strike(kind: str, number: int, namespaces: Sequence[str], directory: Path) -
             cut(namespaces[number])
 
 
-def play(kind: str, directory: Path) -> list[dict[str, Any]]:
+def play(kind: str, directory: Path, busy_seconds: float) -> list[dict[str, Any]]:
     """Have ranks meet, strike, and return how each of them ended."""
     with (
         switched(HOSTS) as namespaces,
@@ -67,7 +68,7 @@ def play(kind: str, directory: Path) -> list[dict[str, Any]]:
         wait_until(lambda: len(list(directory.glob("begun-*"))) == len(HOSTS) or not launch.is_whole, seconds=60)
         strike(kind, CASES[kind][0], namespaces, directory)
         if kind.startswith("slow"):
-            time.sleep(3 * SILENT_SECONDS)
+            time.sleep(busy_seconds)
             (directory / "end").touch()
         codes = launch.wait(END_SECONDS)
         assert codes == [0] * len(HOSTS), launch.output()
@@ -75,11 +76,12 @@ def play(kind: str, directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def ended(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, list[dict[str, Any]]]:
     """How each rank of each case ended; the cases run at the same time, because they mostly wait."""
     directories = [tmp_path_factory.mktemp(kind) for kind in CASES]
+    seconds = repeat(pytestconfig.getoption("busy_seconds"))
     with ThreadPoolExecutor(len(CASES)) as pool:
-        return dict(zip(CASES, pool.map(play, CASES, directories), strict=True))
+        return dict(zip(CASES, pool.map(play, CASES, directories, seconds), strict=True))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CASES if not kind.startswith("slow")])
