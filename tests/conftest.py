@@ -142,8 +142,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--busy-seconds",
         type=float,
-        default=12.0,
-        help="tests/integration/test_silent_nodes.py: how long ranks on busy cores and a slow link watch each other",
+        help="tests/integration/test_silent_nodes.py: so long ranks on busy cores and a slow link watch each other, "
+        "with the product's own time after which a rank counts as silent; by default 12 s, with a shorter one",
     )
     parser.addoption(
         "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"

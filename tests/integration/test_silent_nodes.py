@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.namespaces import cut, mute, shape, switched, why_not_switched
+from paramserver.contract import silence
 from tests.integration.support.ranks import Launch
 from tests.integration.support.waiting import wait_until
 
@@ -52,14 +53,16 @@ def strike(kind: str, number: int, namespaces: Sequence[str], directory: Path) -
             cut(namespaces[number])
 
 
-def play(kind: str, directory: Path, busy_seconds: float) -> list[dict[str, Any]]:
+def play(kind: str, directory: Path, busy_seconds: float | None) -> list[dict[str, Any]]:
     """Have ranks meet, strike, and return how each of them ended."""
+    is_long = busy_seconds is not None and kind.startswith("slow")
+    silent_seconds = silence.RANK_SECONDS if is_long else SILENT_SECONDS
     with (
         switched(HOSTS) as namespaces,
         Launch(
             "tests.integration.support.silent_ranks",
             len(HOSTS),
-            (directory, str(SILENT_SECONDS), CASES[kind][1]),
+            (directory, str(silent_seconds), CASES[kind][1]),
             directory,
             namespaces=namespaces,
             master=HOSTS[0],
@@ -68,7 +71,8 @@ def play(kind: str, directory: Path, busy_seconds: float) -> list[dict[str, Any]
         wait_until(lambda: len(list(directory.glob("begun-*"))) == len(HOSTS) or not launch.is_whole, seconds=60)
         strike(kind, CASES[kind][0], namespaces, directory)
         if kind.startswith("slow"):
-            time.sleep(busy_seconds)
+            end = time.monotonic() + (busy_seconds or 3 * SILENT_SECONDS)
+            wait_until(lambda: time.monotonic() > end or not launch.is_whole, seconds=2 * (end - time.monotonic()))
             (directory / "end").touch()
         codes = launch.wait(END_SECONDS)
         assert codes == [0] * len(HOSTS), launch.output()
