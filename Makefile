@@ -112,6 +112,10 @@ silence: N ?= 100
 silence: venv ## Silence nodes, links, daemons and trainers of a job N times and look for what the table forbids (root; N=100 SEED=...)
 	$(BIN)/python -m tests.faults.silence --kills $(N) $(if $(SEED),--seed $(SEED))
 
+upgrades: COMMIT ?= 1d4b4400
+upgrades: venv ## Train with trainers and daemons of this commit and of an earlier one, mixed, and compare the bits (COMMIT=1d4b4400)
+	$(BIN)/python -m tests.faults.upgrades $(COMMIT)
+
 busy: N ?= 3600
 busy: venv ## Have ranks watch each other on busy cores and a slow link for N seconds, and look for a false verdict (root; N=3600)
 	$(BIN)/python -m pytest tests/integration/test_silent_nodes.py -k busy --busy-seconds $(N) --timeout 0 -o faulthandler_timeout=0
