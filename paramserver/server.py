@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -80,6 +81,8 @@ from storage.base.config import EngineConfig
 from storage.base.shard import TierName
 from storage.engine import Engine
 from storage.tiers.arena import PIECE_BYTES, SETTLED_BYTE
+from storage.tiers.contract import CopyTier
+from storage.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +118,7 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
         numa.stay_on(config.numa_node)
     quotas = Quotas(config.quotas)
     events = EventLog()
-    engine = await Engine.open(
-        _engine_config(config, quotas, events),
-        lenders=lenders_of(config.remote, config.state_dir, platform.node()),
-        on_lender=lambda address, text: events.add(EventKind.TIER, TierName.REMOTE, f"{address}: {text}"),
-    )
+    engine = await Engine.open(_engine_config(config, quotas, events), copies=_copy_tiers(config, events))
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
         _tell_of_full_disks(config, engine, events)
@@ -174,11 +173,23 @@ def _engine_config(config: DaemonConfig, quotas: Quotas, events: EventLog) -> En
         gradients_of_a_rank=GRADIENTS_AT_ONCE,
         lend_bytes=config.lend_budget,
         lend_bytes_per_borrower=config.lend_per_borrower,
-        remote_budget_bytes=config.remote.budget,
-        lender_timeout_seconds=config.remote.timeout_seconds,
-        lender_retry_seconds=config.remote.retry_seconds,
-        lenders_are_always_used=config.remote.use == "always",
     )
+
+
+def _copy_tiers(config: DaemonConfig, events: EventLog) -> list[CopyTier[Any]]:
+    """Return the tiers with copies of what is on NVMe, fastest first. The configuration says which there are."""
+    section = config.remote
+    if not section.lenders:
+        return []
+    remote = RemoteTier(
+        lenders_of(section, config.state_dir, platform.node()),
+        budget_bytes=section.budget,
+        timeout_seconds=section.timeout_seconds,
+        retry_seconds=section.retry_seconds,
+        is_always_used=section.use == "always",
+        on_event=lambda address, text: events.add(EventKind.TIER, TierName.REMOTE, f"{address}: {text}"),
+    )
+    return [remote]
 
 
 async def _serve(

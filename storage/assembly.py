@@ -1,12 +1,11 @@
 """The assembly of an engine's tiers from its configuration.
 
-This module owns nothing. It must never leave a tier open if another one cannot be made. A tier that needs a
-configuration of its own is made in this module.
+This module owns nothing. It must never leave a tier open that it has made if another one cannot be made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,12 @@ from storage.catalog.catalog import Catalog
 from storage.jobs.directories import open_nvme
 from storage.memory.host_cache import EvictionOrder
 from storage.tiers.backing import BackingTiers
-from storage.tiers.contract import BackingTier
+from storage.tiers.contract import BackingTier, CopyTier
 from storage.tiers.extents import Extent
 from storage.tiers.health import DeviceWatch
 from storage.tiers.host import HostTier
-from storage.tiers.lender import Lender
 from storage.tiers.lent import LentMemory, LentSegments
 from storage.tiers.nvme import NvmeTier, OnDamage
-from storage.tiers.remote import RemoteTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,32 +49,20 @@ async def open_tiers(
     used: Sequence[Extent],
     *,
     volatile: Sequence[BackingTier[Any]],
-    lenders: Sequence[Lender],
-    on_lender: Callable[[str, str], None],
+    copies: Sequence[CopyTier[Any]],
     tracer: Tracer,
     on_damage: OnDamage,
 ) -> Tiers:
-    """Make the host tier, the NVMe tier and, for `lenders`, the remote tier; return them with the tiers in `volatile`.
+    """Make the host tier and the NVMe tier, and return them with the tiers in `volatile` and `copies`.
 
     Args:
         used: the extents that the catalog names, so that the NVMe tier does not give them out.
-        volatile: other backing tiers. If this raises, the caller closes them.
-        lenders, on_lender: see `Engine.open`.
+        volatile, copies: other tiers; see `Engine.open`. If this raises, the caller closes them.
 
     Raises:
         StorageError: see `Engine.open`.
     """
     async with AsyncExitStack() as undo:
-        remote = None
-        if lenders:
-            remote = RemoteTier(
-                lenders,
-                budget_bytes=config.remote_budget_bytes,
-                timeout_seconds=config.lender_timeout_seconds,
-                retry_seconds=config.lender_retry_seconds,
-                is_always_used=config.lenders_are_always_used,
-                on_event=on_lender,
-            )
         nvme = await open_nvme(
             catalog,
             config.state_dir,
@@ -89,7 +74,7 @@ async def open_tiers(
             nice=config.worker_nice,
             tracer=tracer,
             on_damage=on_damage,
-            on_freed=None if remote is None else remote.copies.forget,
+            on_freed=[tier.forget for tier in copies],
         )
         undo.push_async_callback(nvme.close)
         reach(Failpoint.DURING_RECOVERY)
@@ -108,7 +93,7 @@ async def open_tiers(
         undo.push_async_callback(host.close)
         watch = DeviceWatch(config.device_timeout_seconds)
         undo.push_async_callback(watch.close)
-        backing = BackingTiers(volatile, nvme, watch, remote)
+        backing = BackingTiers(volatile, nvme, watch, copies)
         lent = LentMemory(host, segments, config.lend_bytes, config.lend_bytes_per_borrower)
         tiers = Tiers(host=host, eviction_order=eviction_order, lent=lent, nvme=nvme, backing=backing)
         undo.pop_all()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
@@ -51,9 +51,8 @@ from storage.steps.reader import RangeReader
 from storage.steps.renewal import Renewal
 from storage.steps.scrub import Scrubber
 from storage.steps.transform import TilePool, Transformer
-from storage.tiers.contract import BackingTier, Tier
+from storage.tiers.contract import BackingTier, CopyTier, Tier
 from storage.tiers.gpu import GpuTier
-from storage.tiers.lender import Lender
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class Engine:
         self.tracer = tracer
         self.host = host = tiers.host
         self.backing = backing = tiers.backing
-        self.nvme, self.remote, self.gpu, self.lent = tiers.nvme, backing.remote, GpuTier(), tiers.lent
+        self.nvme, self.gpu, self.lent = tiers.nvme, GpuTier(), tiers.lent
         self.host_cache = host_cache = HostCache(host, tiers.eviction_order)
         self.queue = PrefetchQueue(
             host, backing, host_cache, tracer, in_flight_bytes=config.prefetch_bytes, weight_of=config.weight_of
@@ -140,16 +139,15 @@ class Engine:
         cls,
         config: EngineConfig,
         volatile: Sequence[BackingTier[Any]] = (),
-        lenders: Sequence[Lender] = (),
-        on_lender: Callable[[str, str], None] = lambda _address, _text: None,
+        copies: Sequence[CopyTier[Any]] = (),
     ) -> Engine:
         """Open a state directory, create it if it does not exist, and restore every committed step of every job.
 
         Args:
             volatile: backing tiers in addition to the NVMe tier, fastest first, whose bytes a restart loses. A slab is
                 placed on one by its name. The engine closes these tiers; if this method raises, the caller closes them.
-            lenders: other daemons of which memory is borrowed; the engine closes them, too.
-            on_lender: called with a lender's address and a sentence when the lender is lost or there again.
+            copies: tiers with copies of versions on the NVMe tier, fastest first. The engine closes these tiers, also
+                if this method raises.
 
         Raises:
             DeviceError: the directory cannot be made or used.
@@ -158,8 +156,10 @@ class Engine:
             DiskFullError: the machine has too little shared memory, or the disk is full.
             DataLossError: the files are damaged.
         """
-        syscalls.make_directory(config.state_dir, "--state-dir")
         async with AsyncExitStack() as undo:
+            for tier in copies:
+                undo.push_async_callback(tier.close)
+            syscalls.make_directory(config.state_dir, "--state-dir")
             lock_fd = syscalls.lock_file(config.state_dir / LOCK)
             undo.callback(os.close, lock_fd)
             files = OpenFiles()
@@ -178,8 +178,7 @@ class Engine:
                 catalog,
                 used,
                 volatile=volatile,
-                lenders=lenders,
-                on_lender=on_lender,
+                copies=copies,
                 tracer=tracer,
                 on_damage=damage_log.note,
             )
@@ -194,8 +193,8 @@ class Engine:
             engine = cls(config, lock_fd, tiers, jobs, tracer, catalog, catalog_thread, damage_log)
             engine._registry.restore(stored)
             undo.pop_all()
-        if engine.remote is not None:
-            engine.remote.start()
+        for tier in copies:
+            tier.start()
         return engine
 
     async def close(self) -> None:
@@ -226,11 +225,9 @@ class Engine:
     def tiers(self) -> Sequence[Tier]:
         """All tiers, fastest first; the gpu tier only if a session has offered memory of its device.
 
-        The remote tier is there only if lenders are configured. The engine's attributes `gpu`, `host`, `remote` and
-        `nvme` are the same tiers with their own types.
+        The engine's attributes `gpu`, `host` and `nvme` are the same tiers with their own types.
         """
-        remote = [] if self.remote is None else [self.remote]
-        return (*([self.gpu] if self.gpu.is_in_use else []), self.host, *remote, *self.backing)
+        return (*([self.gpu] if self.gpu.is_in_use else []), self.host, *self.backing.copies, *self.backing)
 
     # --- jobs
 

@@ -88,7 +88,7 @@ async def _opened(directory: Path, memory: memoryview, threads: Threads) -> Asyn
     try:
         file = DataFile(0, directory / "data.0", (), read_threads=threads.read, write_threads=threads.write)
         nvme = NvmeTier(
-            [file], 2 * len(memory), (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None
+            [file], 2 * len(memory), (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=()
         )
         try:
             yield Bench(nvme, memory, fio.find(directory, direct=file.direct), threads)

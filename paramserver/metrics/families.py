@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paramserver.contract.words import word_of
+from paramserver.contract.words import word_of, words_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
@@ -56,7 +56,8 @@ class Figure(Generic[ReadingT]):
 
 _HOST, _NVME = (pb.TIER_HOST,), (pb.TIER_NVME,)
 _GPU_AND_HOST = (pb.TIER_GPU, pb.TIER_HOST)
-_COPIES = (pb.TIER_GPU, pb.TIER_HOST, pb.TIER_REMOTE)
+# A read that one of these tiers cannot serve needs a lower tier. NVMe is the lowest one.
+_ALL_BUT_NVME = tuple(tier for tier in words_of(pb.Tier).values() if tier != pb.TIER_NVME)
 _HOST_AND_NVME = (pb.TIER_HOST, pb.TIER_NVME)
 
 TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
@@ -66,7 +67,7 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
         "tier_evictable_bytes",
         "Bytes of clean copies that can be evicted at once.",
         lambda tier: tier.evictable_bytes,
-        tiers=_COPIES,
+        tiers=_ALL_BUT_NVME,
     ),
     Figure(
         "tier_leased_bytes", "Bytes under a lease or an update.", lambda tier: tier.leased_bytes, tiers=_GPU_AND_HOST
@@ -104,13 +105,13 @@ TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
     ),
     Figure("tier_queue_depth", "Requests that wait or are under way.", lambda tier: tier.queue_depth),
     Figure("tier_problems", "Problems of the tier; with any, it is degraded.", lambda tier: len(tier.problems)),
-    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_COPIES),
+    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_ALL_BUT_NVME),
     Figure(
         "tier_misses",
         "Reads that needed a lower tier.",
         lambda tier: tier.misses,
         is_counter=True,
-        tiers=_COPIES,
+        tiers=_ALL_BUT_NVME,
     ),
     Figure(
         "tier_promotions",

@@ -217,7 +217,7 @@ function segments(tier) {
   const held = tier.leased_bytes + tier.evictable_bytes + tier.quarantined_bytes + tier.bad_bytes;
   const other = Math.max(0, tier.used_bytes - held);
   const isHost = tier.name === "host";
-  const hasCopies = isHost || tier.name === "gpu" || tier.name === "remote";
+  const hasCopies = tier.name !== "nvme";
   return [
     { name: "leased", label: "leased", value: tier.leased_bytes, shown: hasCopies },
     { name: "used", label: isHost ? "other use" : "used", value: other, shown: isHost || !hasCopies },

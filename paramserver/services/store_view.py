@@ -33,6 +33,7 @@ from storage.tiers.base import TierCounters
 from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
 from storage.tiers.lent import Loan
+from storage.tiers.remote import RemoteTier
 
 
 class StoreView:
@@ -118,12 +119,13 @@ class StoreView:
         elif tier is engine.gpu:
             info.leased_bytes = engine.gpu.leased_bytes
             info.evictable_bytes = info.used_bytes - info.leased_bytes
-        elif engine.remote is not None and tier is engine.remote:
-            # The engine's record of a lender has fields of the same names as the message, so asdict() gives the
-            # message's fields.
-            info.lenders.extend(admin_pb.TierInfo.Lender(**asdict(lender)) for lender in engine.remote.lenders)
-            # The remote tier has only copies of versions that are on NVMe, too. So all its bytes can be evicted.
+        elif tier in engine.backing.copies:
+            # A copy tier has only copies of versions that are on NVMe, too. So all its bytes can be evicted.
             info.evictable_bytes = info.used_bytes
+            if isinstance(tier, RemoteTier):
+                # The engine's record of a lender has fields of the same names as the message, so asdict() gives the
+                # message's fields.
+                info.lenders.extend(admin_pb.TierInfo.Lender(**asdict(lender)) for lender in tier.lenders)
         elif tier is engine.nvme:
             info.devices.extend(_describe_device(file) for file in engine.nvme.files)
             info.gradient_bytes = engine.gradients.spilled_bytes

@@ -56,10 +56,3 @@ class EngineConfig:
     lend_bytes: int = 0
     # The most bytes that are lent to one other daemon; None if lend_bytes is the only limit.
     lend_bytes_per_borrower: int | None = None
-    # The most bytes that are borrowed of lenders; the time within which a lender must answer; the time for which a
-    # lender is not used after it was lost, was full or was slower than NVMe; whether lenders are used even if they are
-    # slower than NVMe.
-    remote_budget_bytes: int = 1 << 30
-    lender_timeout_seconds: float = 2.0
-    lender_retry_seconds: float = 10.0
-    lenders_are_always_used: bool = False

@@ -58,7 +58,7 @@ def create_shared_memory(name: str, size: int) -> int:
         DiskFullError: the machine does not have that much memory available.
         DeviceError: the kernel refuses to create the file, or does not report how much memory is available.
     """
-    _check_available(size)
+    _check_available(size, "host_budget")
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -66,7 +66,7 @@ def create_shared_memory(name: str, size: int) -> int:
             f"host_budget: cannot create shared memory (memfd_create: {error.strerror}); "
             "allow this process to use it: a sandbox may forbid it"
         ) from error
-    _allocate(fd, size, "the machine")
+    _allocate(fd, size, "the machine", "host_budget")
     try:
         _seal_size(fd)
     except OSError as error:
@@ -75,42 +75,46 @@ def create_shared_memory(name: str, size: int) -> int:
     return fd
 
 
-def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: int) -> int:
+def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: int, key: str, budget: str) -> int:
     """Create shared memory with a name: a file of mode 0600 on a tmpfs. Return its descriptor.
 
-    The file has `mark` at byte `mark_at`, by which a later call recognizes it as an arena. This process holds a POSIX
-    lock on the file's first byte as long as the process lives. A file with the mark that no process locks was left
-    behind by a process that died, and is replaced.
+    The file has `mark` at byte `mark_at`, by which a later call recognizes it. This process holds a POSIX lock on the
+    file's first byte as long as the process lives. A file with the mark that no process locks was left behind by a
+    process that died, and is replaced.
+
+    Args:
+        path, size, mark, mark_at: the file's name, its size in bytes, and the mark with its place.
+        key, budget: the keys of the configuration that give the path and the size, for the texts of errors.
 
     Raises:
         DiskFullError: the machine or the tmpfs does not have that much memory available.
         DeviceError: `path` is not on a tmpfs, cannot be created, or exists without the mark.
         ConflictError: `path` exists, and a living process has locked it.
     """
-    if (kind := _file_system_of(path.parent)) != "tmpfs":
+    if (kind := _file_system_of(path.parent, key)) != "tmpfs":
         raise DeviceError(
-            f"arena_file: {path} would be on {kind}, whose pages are written to a disk; choose a path on a tmpfs, such "
-            "as /dev/shm"
+            f"{key}: {path} would be on {kind}, whose pages are written to a disk; choose a path on a tmpfs, such as "
+            "/dev/shm"
         )
-    _check_available(size)
+    _check_available(size, budget)
     try:
-        # The arena's file has no name until it is complete, so no process can see a partial file, and a failure leaves
-        # no file behind.
+        # The file has no name until it is complete, so no process can see a partial file, and a failure leaves no file
+        # behind.
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise DeviceError(f"arena_file: cannot create {path}: {error.strerror}; choose another path") from error
-    _allocate(fd, size, f"the file system of arena_file {path}")
+        raise DeviceError(f"{key}: cannot create {path}: {error.strerror}; choose another path") from error
+    _allocate(fd, size, f"the file system of {key} {path}", budget)
     try:
         os.pwrite(fd, mark, mark_at)
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
         try:
             _give_name(fd, path)
         except FileExistsError:
-            _remove_abandoned(path, mark, mark_at)
+            _remove_abandoned(path, mark, mark_at, key)
             _give_name(fd, path)
     except OSError as error:
         os.close(fd)
-        raise DeviceError(f"arena_file: cannot name {path}: {error.strerror}; choose another path") from error
+        raise DeviceError(f"{key}: cannot name {path}: {error.strerror}; choose another path") from error
     except BaseException:
         os.close(fd)
         raise
@@ -128,13 +132,13 @@ def _give_name(fd: int, path: Path) -> None:
         os.close(directory)
 
 
-def _remove_abandoned(path: Path, mark: bytes, mark_at: int) -> None:
+def _remove_abandoned(path: Path, mark: bytes, mark_at: int, key: str) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode) or os.pread(fd, len(mark), mark_at) != mark:
-            raise DeviceError(f"arena_file: {path} exists and is not an arena; choose another path, or remove it")
+            raise DeviceError(f"{key}: {path} exists and no daemon has made it; choose another path, or remove it")
         if is_locked_elsewhere(fd, 0):
-            raise ConflictError(f"arena_file: {path} is in use by another daemon; choose another path")
+            raise ConflictError(f"{key}: {path} is in use by another daemon; choose another path")
         path.unlink()
     finally:
         os.close(fd)
@@ -169,18 +173,18 @@ def _find_lock(fd: int, offset: int) -> tuple[int, int]:
     return kind, pid
 
 
-def _check_available(size: int) -> None:
+def _check_available(size: int, budget: str) -> None:
     # The free memory is compared before the allocation, because the kernel would not refuse an allocation that is too
     # large. It would kill processes until there is room.
     available = available_memory()
     if size > available:
         raise DiskFullError(
-            f"host_budget: {shown_size(size)} of shared memory are asked for and {shown_size(available)} are "
-            "available; lower host_budget or free memory on this machine"
+            f"{budget}: {shown_size(size)} of shared memory are asked for and {shown_size(available)} are available; "
+            f"lower {budget} or free memory on this machine"
         )
 
 
-def _allocate(fd: int, size: int, where: str) -> None:
+def _allocate(fd: int, size: int, where: str, budget: str) -> None:
     """Allocate all bytes of the file now; close it if that fails.
 
     Raises:
@@ -191,8 +195,8 @@ def _allocate(fd: int, size: int, where: str) -> None:
     except OSError as error:
         os.close(fd)
         raise DiskFullError(
-            f"host_budget: cannot allocate {shown_size(size)} of shared memory ({error.strerror}); "
-            f"lower host_budget or free memory on {where}"
+            f"{budget}: cannot allocate {shown_size(size)} of shared memory ({error.strerror}); "
+            f"lower {budget} or free memory on {where}"
         ) from error
 
 
@@ -201,13 +205,13 @@ def _seal_size(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-def _file_system_of(directory: Path) -> str:
+def _file_system_of(directory: Path, key: str) -> str:
     """Return the type of the file system that holds a directory, such as "tmpfs"."""
     try:
         number = directory.stat().st_dev
         mounts = _MOUNTS.read_text().splitlines()
     except OSError as error:
-        raise DeviceError(f"arena_file: cannot use {directory}: {error.strerror}; choose another path") from error
+        raise DeviceError(f"{key}: cannot use {directory}: {error.strerror}; choose another path") from error
     wanted = f"{os.major(number)}:{os.minor(number)}"
     types = (line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == wanted)
     return next(types, "an unknown file system")

@@ -148,9 +148,10 @@ class Accountant:
             spilled: returns the regions of the spilled gradients that sessions have leased.
         """
         accounts = await self._take(leased, quarantined, spilled)
-        if (remote := self._backing.remote) is not None:
-            held = {Holder.JOBS: remote.used_bytes}
-            accounts.insert(1, TierAccount(tier=remote.name, used_bytes=remote.used_bytes, held_bytes=held))
+        accounts[1:1] = [
+            TierAccount(tier=tier.name, used_bytes=tier.used_bytes, held_bytes={Holder.JOBS: tier.used_bytes})
+            for tier in self._backing.copies
+        ]
         if self._gpu.is_in_use:
             # The used device memory is divided between two holders: ranges that clients have leased, and other copies
             # of slabs.

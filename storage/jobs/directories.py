@@ -49,7 +49,7 @@ async def open_nvme(
     nice: int,
     tracer: Tracer,
     on_damage: OnDamage,
-    on_freed: Callable[[NvmeRegion], None] | None,
+    on_freed: Sequence[Callable[[NvmeRegion], None]],
 ) -> NvmeTier:
     """Open the NVMe tier with one data file in each of `directories`, or in the state directory if there are none.
 

@@ -29,8 +29,8 @@ from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 
-# The most fetched copies that are sent to lenders at once. A copy beyond them is not sent, but may be sent when it is
-# fetched again.
+# The most fetched copies that are sent to copy tiers at once. A copy beyond them is not sent, but may be sent when it
+# is fetched again.
 MOST_SENT_AT_ONCE = 2
 NO_WRITES: Mapping[Slab, asyncio.Future[Any]] = {}
 
@@ -357,14 +357,14 @@ class PrefetchQueue:
                 if not waiter.done():
                     self._host_cache.pin(copy)
                     waiter.set_result(copy)
-            self._send_to_lender(slab, copy, fetch.position)
+            self._send_copy(slab, copy, fetch.position)
             self._host_cache.unpin(slab, copy, fetch.position if fetch.owners else NEVER)
         finally:
             self._in_flight -= nbytes
             self._pump()
 
-    def _send_to_lender(self, slab: Slab, copy: HostCopy, position: float) -> None:
-        """Begin to send fetched bytes to a lender that has room for them, so that the next fetch takes less time.
+    def _send_copy(self, slab: Slab, copy: HostCopy, position: float) -> None:
+        """Begin to send fetched bytes to a copy tier that has room for them, so that the next fetch takes less time.
 
         The copy is pinned while its bytes are sent, so that they do not change.
         """

@@ -109,7 +109,9 @@ class Arena:
     def _create(self, path: Path | None) -> int:
         if path is None:
             return syscalls.create_shared_memory(NAME, self.size_bytes)
-        return syscalls.create_named_shared_memory(path, self.size_bytes, MARK, mark_at=NONCE_BYTES)
+        return syscalls.create_named_shared_memory(
+            path, self.size_bytes, MARK, mark_at=NONCE_BYTES, key="arena_file", budget="host_budget"
+        )
 
     def _collapse(self) -> None:
         """Move the memory into huge pages while it is in use. This takes 0.3 to 3 s for each GiB (measured)."""

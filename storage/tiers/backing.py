@@ -1,7 +1,7 @@
 """The backing tiers of one engine, which find the tier of a region and the tier for a slab's versions.
 
 This module owns the watch over the tiers' devices, and closes the tiers. It must not copy the bytes of a move. If a
-lender has a copy of a region's bytes, the remote tier decides which reads go to that copy.
+copy tier has a copy of a region's bytes, that tier decides which reads go to the copy.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from storage.base.integrity import BLOCK_BYTES
 from storage.base.shard import TierName
 from storage.base.waiting import finish_all, wait_out
 from storage.tiers.base import round_up
-from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
+from storage.tiers.contract import BackingTier, CopyRead, CopyTier, DurableTier, Move, Region, Tier
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
-from storage.tiers.remote import RemoteRead, RemoteTier
 
 # The bytes of the buffer through which a region is copied from one tier to another.
 _COPY_BYTES = 4 << 20
 
 
 class BackingTiers:
-    """The backing tiers of one engine, fastest first; the last one is the durable one."""
+    """The backing tiers of one engine, fastest first; the last one is the durable one.
+
+    Attributes:
+        copies: the tiers that have copies of versions on the durable tier, fastest first.
+    """
 
     def __init__(
         self,
         volatile: Sequence[BackingTier[Any]],
         durable: DurableTier[Any],
         watch: DeviceWatch,
-        remote: RemoteTier | None = None,
+        copies: Sequence[CopyTier[Any]] = (),
     ) -> None:
         """Take over the tiers and the watch, which watches their devices from here on.
 
@@ -41,7 +44,7 @@ class BackingTiers:
             volatile: the tiers whose bytes a restart loses, fastest first.
             durable: the durable tier.
             watch: the watch.
-            remote: has copies of versions on the durable tier in memory of lenders; None if no memory is borrowed.
+            copies: the tiers that have copies of versions on the durable tier, fastest first.
 
         Raises:
             ValueError: two tiers have the same name, or one has the host tier's name, or a tier in `volatile` is
@@ -49,10 +52,11 @@ class BackingTiers:
         """
         self.durable = durable
         self.watch = watch
-        self.remote = remote
+        self.copies = tuple(copies)
         self._tiers: dict[TierName, BackingTier[Any]] = {tier.name: tier for tier in (*volatile, durable)}
-        if len(self._tiers) != len(volatile) + 1 or TierName.HOST in self._tiers:
-            raise ValueError(f"each backing tier has a name of its own: {[tier.name for tier in (*volatile, durable)]}")
+        names = [TierName.HOST, *(tier.name for tier in (*copies, *volatile, durable))]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each tier has a name of its own: {names}")
         if not durable.is_durable or any(tier.is_durable for tier in volatile):
             raise ValueError("the durable tier, and no other one, says that it is durable")
         for tier in self:
@@ -107,51 +111,50 @@ class BackingTiers:
     def read_into(
         self, region: Region, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> Coroutine[Any, Any, None]:
-        """Fill `buffer`, verified, from the region's tier or from a lender's copy; see `BackingTier.read_into`."""
-        if self.remote is not None:
-            return self._read_with_lenders(self.remote, [Move(region, offset, buffer)], priority, verified=True)
+        """Fill `buffer`, verified, from the region's tier or from a copy; see `BackingTier.read_into`."""
+        if self.copies:
+            return self._read_with_copies(self.copies, [Move(region, offset, buffer)], priority, verified=True)
         return region.tier.read_into(region, offset, buffer, priority)
 
     def read_many(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """Fill the buffers, verified, from the tiers of their regions; see `BackingTier.read_many`."""
-        if self.remote is not None:
-            return self._read_with_lenders(self.remote, moves, priority, verified=True)
+        """Fill the buffers, verified, from the tiers of their regions or from copies; see `BackingTier.read_many`."""
+        if self.copies:
+            return self._read_with_copies(self.copies, moves, priority, verified=True)
         return self._read(moves, priority, verified=True)
 
     def read_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """Fill the buffers, not verified, from the tiers of their regions; see `BackingTier.read_raw`."""
-        if self.remote is not None:
-            return self._read_with_lenders(self.remote, moves, priority, verified=False)
+        """Fill the buffers, unverified, from the tiers of their regions or from copies; see `BackingTier.read_raw`."""
+        if self.copies:
+            return self._read_with_copies(self.copies, moves, priority, verified=False)
         return self._read(moves, priority, verified=False)
 
     def write_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """Write the buffers to the tiers of their regions, and to lenders that have room for them.
+        """Write the buffers to the tiers of their regions, and to copy tiers that have room for them.
 
-        See `BackingTier.write_raw`, and `begin_copy` for the lenders.
+        See `BackingTier.write_raw`, and `begin_copy` for the copies.
         """
-        if self.remote is not None:
-            return self._write_with_lenders(self.remote, moves, priority)
+        if self.copies:
+            return self._write_with_copies(moves, priority)
         return self._write(moves, priority)
 
     def begin_copy(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
-        """Prepare a copy of a version in the memory of a lender; see `RemoteCopies.begin`.
+        """Prepare a copy of a version on the fastest copy tier that has room for it; see `CopyTier.begin`.
 
-        If a lender has room for the copy, return True; `write_raw` sends the bytes to this lender, too, from then on.
+        If a tier has room, or has all bytes already, return True; `write_raw` sends the bytes to this tier, too, from
+        then on.
         """
-        return (
-            self.remote is not None
-            and region.tier is self.durable
-            and self.remote.copies.begin(region, instead_of, next_use)
+        return region.tier is self.durable and (
+            self.has_copy(region) or any(tier.begin(region, instead_of, next_use) for tier in self.copies)
         )
 
     def has_copy(self, region: Region) -> bool:
-        """Return whether a lender has all bytes of a version."""
-        return self.remote is not None and self.remote.copies.has(region)
+        """Return whether a copy tier has all bytes of a version."""
+        return any(tier.has(region) for tier in self.copies)
 
     async def send_copy(self, region: Region, view: memoryview) -> None:
-        """Send all bytes of a version, for which `begin_copy` made room, to the lender. `view` must not change."""
-        if self.remote is not None:
-            await self.remote.push([Move(region, 0, view)])
+        """Send all bytes of a version to the tier on which `begin_copy` made room. `view` must not change."""
+        for tier in self.copies:
+            await tier.push([Move(region, 0, view)])
 
     def _read(self, moves: Sequence[Move[Region]], priority: Priority, *, verified: bool) -> Coroutine[Any, Any, None]:
         if (tier := self._only_tier_of(moves)) is not None:
@@ -164,49 +167,61 @@ class BackingTiers:
             return tier.write_raw(moves, priority)
         return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(moves)])
 
-    async def _read_with_lenders(
-        self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority, *, verified: bool
+    async def _read_with_copies(
+        self, copies: Sequence[CopyTier[Any]], moves: Sequence[Move[Region]], priority: Priority, *, verified: bool
     ) -> None:
-        """Read from lenders what they have, and at the same time the rest from the tiers of the regions."""
-        elsewhere, reads = remote.split(moves, self.durable.counters)
-        if not reads:
+        """Read from each of the copy tiers what it has, and at the same time the rest from the tiers of the regions."""
+        if not copies:
             await self._read(moves, priority, verified=verified)
             return
-        for move, _, _ in reads:
-            self.hold(move.region)
+        tier, *slower = copies
+        elsewhere, reads = tier.split(moves, self.durable.counters)
+        if not reads:
+            await self._read_with_copies(slower, moves, priority, verified=verified)
+            return
+        for read in reads:
+            self.hold(read.move.region)
         try:
-            works = [asyncio.ensure_future(self._read_remote(remote, reads, priority, verified=verified))]
+            parts = [self._read_copies(tier, reads, slower, priority, verified=verified)]
             if elsewhere:
-                works.append(asyncio.ensure_future(self._read(elsewhere, priority, verified=verified)))
-            await finish_all(works)
+                parts.append(self._read_with_copies(slower, elsewhere, priority, verified=verified))
+            await _each(parts)
         finally:
-            for move, _, _ in reads:
-                self.free(move.region)
+            for read in reads:
+                self.free(read.move.region)
 
-    async def _read_remote(
-        self, remote: RemoteTier, reads: Sequence[RemoteRead], priority: Priority, *, verified: bool
+    async def _read_copies(
+        self,
+        tier: CopyTier[Any],
+        reads: Sequence[CopyRead],
+        slower: Sequence[CopyTier[Any]],
+        priority: Priority,
+        *,
+        verified: bool,
     ) -> None:
-        if left := await remote.read(reads, verified=verified):
-            await self._read(left, priority, verified=verified)
+        """Read the copies of a tier, and what the tier has lost from the slower ones or the tiers of the regions."""
+        if left := await tier.read(reads, verified=verified):
+            await self._read_with_copies(slower, left, priority, verified=verified)
 
-    async def _write_with_lenders(self, remote: RemoteTier, moves: Sequence[Move[Region]], priority: Priority) -> None:
-        """Write to the tiers of the regions, and send the same bytes to lenders; see `RemoteTier.patience`."""
-        pushing = asyncio.ensure_future(remote.push(moves))
+    async def _write_with_copies(self, moves: Sequence[Move[Region]], priority: Priority) -> None:
+        """Write to the tiers of the regions, and push the same bytes to the copy tiers; see `CopyTier.patience`."""
+        pushes = {asyncio.ensure_future(tier.push(moves)): tier for tier in self.copies}
         try:
             await self._write(moves, priority)
-            if not pushing.done():
-                await asyncio.wait([pushing], timeout=remote.patience(moves))
+            if late := [push for push in pushes if not push.done()]:
+                await asyncio.wait(late, timeout=max(pushes[push].patience(moves) for push in late))
         finally:
-            pushing.cancel()
-            await wait_out([pushing])
+            for push in pushes:
+                push.cancel()
+            await wait_out(pushes)
 
     async def copy_to_durable(self, region: Region, view: memoryview | None = None) -> Region:
         """Write the bytes of a region to a new region of the durable tier, and return the new one.
 
         Args:
             region: the region.
-            view: its bytes, which must not change meanwhile. None: they are read from a lender that has them, or from
-                the region, and verified.
+            view: its bytes, which must not change meanwhile. None: they are read from a copy, or from the region, and
+                verified.
 
         Raises:
             DamagedBlockError: the bytes of the region are damaged.
@@ -227,9 +242,7 @@ class BackingTiers:
     async def close(self) -> None:
         """Stop the watch, then close all tiers."""
         await self.watch.close()
-        if self.remote is not None:
-            await self.remote.close()
-        for tier in self:
+        for tier in (*self.copies, *self):
             await tier.close()
 
     def _only_tier_of(self, moves: Sequence[Move[Region]]) -> BackingTier[Any] | None:

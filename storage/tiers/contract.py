@@ -1,9 +1,10 @@
 """The contracts of the tiers: the methods and properties by which the engine uses any tier.
 
 Operators and clients see the properties in `Tier` of every tier. A `BackingTier` keeps versions of slabs. The one
-`DurableTier` among the backing tiers is the one whose bytes a restart finds again. The host tier is no backing tier,
-because clients and kernels work in its memory, and versions only pass through it. A new tier is a class in a file
-beside this one that fulfils `BackingTier`; `storage/assembly.py` makes it.
+`DurableTier` among the backing tiers is the one whose bytes a restart finds again. A `CopyTier` has clean copies of
+versions on the durable tier, and nothing else. The host tier is no backing tier, because clients and kernels work in
+its memory, and versions only pass through it. A new tier is a class in a file beside this one that fulfils
+`BackingTier` or `CopyTier`; the caller of `Engine.open` makes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from storage.tiers.io_engine import Priority
 
 RegionT = TypeVar("RegionT")
 RegionT_co = TypeVar("RegionT_co", covariant=True)
+ReadT = TypeVar("ReadT", bound="CopyRead")
 
 
 class Tier(Protocol):
@@ -238,4 +240,76 @@ class DurableTier(BackingTier[RegionT], Protocol[RegionT]):
 
     def damaged_bytes(self, regions: Iterable[RegionT]) -> int:
         """Return the number of damaged bytes that are never used again and lie outside of `regions`."""
+        ...
+
+
+class CopyRead(Protocol):
+    """A read that a copy tier can make instead of the durable tier. A tier's own class may say where the copy is."""
+
+    @property
+    def move(self) -> Move[Region]: ...
+
+
+class CopyTier(Tier, Protocol[ReadT]):
+    """A tier that has only clean copies of versions on the durable tier, so that some reads need not go there.
+
+    A copy tier may lose any copy at any moment, because the bytes are then read from the durable tier. `ReadT` is the
+    tier's own class of reads. The engine calls all methods on the event loop's thread.
+    """
+
+    def start(self) -> None:
+        """Begin the tier's work in the background, if it has any. The engine calls this once, when it is open."""
+        ...
+
+    def begin(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
+        """Allocate room for a copy of a version that will be written or was read; return whether this succeeded.
+
+        `push` sends the bytes.
+
+        Args:
+            region: the region of the version on the durable tier.
+            instead_of: the version that the same slab has until then, whose room the new one may take over.
+            next_use: the trace position at which the bytes are needed next.
+        """
+        ...
+
+    def forget(self, region: Region) -> None:
+        """Forget the copies of a version whose region was freed, because no read will ask for them.
+
+        The durable tier calls this whenever the last holder of a region has freed it.
+        """
+        ...
+
+    def has(self, region: Region) -> bool:
+        """Return whether the tier has all bytes of a version."""
+        ...
+
+    def split(
+        self, moves: Sequence[Move[Region]], durable: TierCounters
+    ) -> tuple[Sequence[Move[Region]], Sequence[ReadT]]:
+        """Return the moves that this tier cannot make, and those that `read` can make.
+
+        Args:
+            moves: the reads from regions.
+            durable: the counters of the durable tier, for a comparison of speeds.
+        """
+        ...
+
+    async def read(self, reads: Sequence[ReadT], *, verified: bool) -> Sequence[Move[Region]]:
+        """Fill the buffers of what `split` has returned, and return the moves that were not filled.
+
+        The caller holds the regions. A filled buffer has the bytes that were pushed. With `verified` their checksums
+        were compared with those of the regions, too; without `verified` the caller compares them.
+        """
+        ...
+
+    async def push(self, moves: Sequence[Move[Region]]) -> None:
+        """Copy the bytes of those moves for whose versions `begin` made room. It may be cancelled at any time.
+
+        The tier must not use bytes of the buffers that were read after this has ended or was cancelled.
+        """
+        ...
+
+    def patience(self, moves: Sequence[Move[Region]]) -> float:
+        """Return for how many seconds an update may wait for its `push` after its write to the durable tier is done."""
         ...

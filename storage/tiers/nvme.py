@@ -98,7 +98,7 @@ class NvmeTier:
         *,
         tracer: Tracer,
         on_damage: OnDamage,
-        on_freed: Callable[[NvmeRegion], None] | None,
+        on_freed: Sequence[Callable[[NvmeRegion], None]],
     ) -> None:
         """Take over the data files, which `close` closes.
 
@@ -107,8 +107,8 @@ class NvmeTier:
             on_damage: called with the error of a damaged block and the block's extents. It adds to the error the names
                 of the parameters in the block, and records the extents, so that a restarted daemon does not use them
                 either.
-            on_freed: called with each region whose last holder releases it, before its extents are free; None if
-                no other tier has copies.
+            on_freed: each is called with each region whose last holder releases it, before its extents are free, so
+                that tiers with copies of the region forget them.
 
         Raises:
             BudgetExceededError: committed versions alone exceed the budget.
@@ -279,8 +279,8 @@ class NvmeTier:
         region.holders -= 1
         if region.holders:
             return
-        if self._on_freed is not None:
-            self._on_freed(region)
+        for forget in self._on_freed:
+            forget(region)
         self.counters.moved_bytes += region.nbytes
         self._unsynced.discard(region)
         self._damaged.pop(region, None)

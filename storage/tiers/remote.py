@@ -54,12 +54,9 @@ class RemoteRead(NamedTuple):
 
 
 class RemoteTier:
-    """Borrows memory from lenders, sends copies of versions there, and reads them back. It is a `Tier` in contract.py.
+    """Borrows memory from lenders, sends copies of versions there, and reads them back.
 
-    `BackingTiers` uses it for each read and write of the durable tier.
-
-    Attributes:
-        copies: the copies of versions in the memory of the lenders.
+    It fulfils `CopyTier` in contract.py. `BackingTiers` uses it for each read and write of the durable tier.
     """
 
     name = TierName.REMOTE
@@ -90,7 +87,7 @@ class RemoteTier:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
         self._sources = [Source(lender) for lender in lenders]
-        self.copies = RemoteCopies(self._sources, self.counters)
+        self._copies = RemoteCopies(self._sources, self.counters)
         self._nvme_rate = Rate()
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
@@ -204,7 +201,7 @@ class RemoteTier:
         for source, size_bytes in sizes.items():
             if size_bytes != source.directory.size_bytes:
                 for copy in source.directory.resize(size_bytes):
-                    self.copies.forget_dropped(copy)
+                    self._copies.forget_dropped(copy)
 
     def _lose(self, source: Source, memory: BorrowedMemory, reason: str) -> None:
         """End a loan because a call of it has failed. Other calls of the same loan fail at once, too."""
@@ -222,24 +219,33 @@ class RemoteTier:
         if memory is not None:
             memory.close()
 
+    # --- copies
+
+    def begin(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
+        """Allocate memory of a lender for a version; see `CopyTier.begin`."""
+        return self._copies.begin(region, instead_of, next_use)
+
+    def forget(self, region: Region) -> None:
+        """Forget the copies of a version whose region was freed; see `CopyTier.forget`."""
+        self._copies.forget(region)
+
+    def has(self, region: Region) -> bool:
+        """Return whether a lender has all bytes of a version; see `CopyTier.has`."""
+        return self._copies.has(region)
+
     # --- reads
 
     def split(
-        self, moves: Sequence[Move[Region]], nvme: TierCounters
+        self, moves: Sequence[Move[Region]], durable: TierCounters
     ) -> tuple[Sequence[Move[Region]], Sequence[RemoteRead]]:
-        """Return the moves that no lender can make, and those that `read` can make.
-
-        Args:
-            moves: the reads from regions of the durable tier.
-            nvme: the counters of the durable tier, for the comparison of speeds.
-        """
-        if not self.copies:
+        """Return the moves that no lender can make, and those that `read` can make; see `CopyTier.split`."""
+        if not self._copies:
             return moves, ()
-        self._nvme_rate.sample(nvme.bytes_read, nvme.reading.elapsed)
+        self._nvme_rate.sample(durable.bytes_read, durable.reading.elapsed)
         elsewhere: list[Move[Region]] = []
         reads: list[RemoteRead] = []
         for move in moves:
-            found = self.copies.find(move.region)
+            found = self._copies.find(move.region)
             self._reads += 1
             is_probe = not self._is_always_used and self._reads % PROBE_EVERY == 0
             if found is None or is_probe or not found[1].owns(move.region, move.offset, len(move.buffer)):
@@ -250,11 +256,10 @@ class RemoteTier:
         return elsewhere, reads
 
     async def read(self, reads: Sequence[RemoteRead], *, verified: bool) -> list[Move[Region]]:
-        """Fill the buffers from the lenders, and return the moves that were not filled.
+        """Fill the buffers from the lenders, and return the moves that were not filled; see `CopyTier.read`.
 
-        The caller holds the regions. A filled buffer has the bytes that were sent to the lender, because this method
-        checks the MAC of each block (see `BlockMacs`). With `verified` it also checks the checksums of the regions;
-        without `verified` the caller checks them.
+        A filled buffer has the bytes that were sent to the lender, because this method checks the MAC of each block
+        (see `BlockMacs`).
         """
         sources = dict.fromkeys(read.source for read in reads)
         parts = [[read for read in reads if read.source is source] for source in sources]
@@ -330,7 +335,7 @@ class RemoteTier:
             text = f"the lender has returned wrong bytes of {move.region.label}, which were read from nvme instead"
             log.error("lender %s: %s", source.lender.address, text)
             self._on_event(source.lender.address, text.replace("\n", ", layout "))
-        self.copies.drop(source, copy)
+        self._copies.drop(source, copy)
 
     def _judge(self, source: Source) -> None:
         """Stop using a lender for some time if reads from it are slower than reads from NVMe."""
@@ -344,7 +349,7 @@ class RemoteTier:
         source.state = LenderState.SLOWER
         log.info("lender %s: %s/s, nvme: %s/s", source.lender.address, shown_size(ours), shown_size(nvme))
         for copy in source.directory.copies:
-            self.copies.drop(source, copy)
+            self._copies.drop(source, copy)
         self._share_budget()
         asyncio.get_running_loop().call_later(self._retry_seconds, self._try_again, source, source.memory)
 
@@ -357,13 +362,13 @@ class RemoteTier:
     # --- pushes
 
     async def push(self, moves: Sequence[Move[Region]]) -> None:
-        """Send the bytes of those moves for whose versions `copies.begin` made room. Cancelling it is safe at any time.
+        """Send the bytes of those moves for whose versions `begin` made room; see `CopyTier.push`.
 
         The buffers are not touched any more when this has ended. If it was cancelled, a thread may still read them for
         a moment, but what it computes is not used.
         """
         for move in moves:
-            found = self.copies.find(move.region)
+            found = self._copies.find(move.region)
             if found is None:
                 continue
             source, copy = found
@@ -415,7 +420,7 @@ class RemoteTier:
                     copy.give(number, offset, nbytes)
             elif source.memory is memory:
                 source.full_until = asyncio.get_running_loop().time() + self._retry_seconds
-                self.copies.drop(source, copy)
+                self._copies.drop(source, copy)
 
         sent.add_done_callback(end)
 
@@ -425,10 +430,10 @@ class RemoteTier:
             self._lose(source, memory, reason)
 
     def patience(self, moves: Sequence[Move[Region]]) -> float:
-        """Return for how many seconds an update may wait for a push after its write to NVMe is done."""
+        """Return for how many seconds an update may wait for a push; see `CopyTier.patience`."""
         if self._is_always_used:
             return self._timeout_seconds
-        sources = {found[0] for move in moves if (found := self.copies.find(move.region)) is not None}
+        sources = {found[0] for move in moves if (found := self._copies.find(move.region)) is not None}
         nvme = self._nvme_rate.bytes_per_second
         ours = min((source.rate.bytes_per_second or 0.0 for source in sources), default=0.0)
         nbytes = sum(len(move.buffer) for move in moves)

@@ -43,18 +43,12 @@ class RemoteCopies:
         return self._where.get(region)
 
     def has(self, region: Region) -> bool:
-        """Return whether a lender has all bytes of a version."""
+        """Return whether a lender has all bytes of a version; see `CopyTier.has`."""
         found = self._where.get(region)
         return found is not None and found[1].owns(region, 0, region.nbytes)
 
     def begin(self, region: Region, instead_of: Region | None, next_use: float) -> bool:
-        """Allocate memory of a lender for a version that will be written or was read; return whether this succeeded.
-
-        Args:
-            region: the region of the version on NVMe.
-            instead_of: the version that the same slab has until then, whose room the new one takes over.
-            next_use: the trace position at which the bytes are needed next.
-        """
+        """Allocate memory of a lender for a version, and return whether this succeeded; see `CopyTier.begin`."""
         if region in self._where:
             return True
         found = None if instead_of is None else self._where.get(instead_of)
@@ -88,7 +82,7 @@ class RemoteCopies:
         return None
 
     def forget(self, region: Region) -> None:
-        """Forget the copies of a version whose region on NVMe was freed, because no read will ask for them."""
+        """Forget the copies of a version whose region on NVMe was freed; see `CopyTier.forget`."""
         found = self._where.pop(region, None)
         if found is None:
             return

@@ -107,7 +107,7 @@ def test_the_file_is_this_users_alone_and_takes_the_place_of_one_that_was_left_b
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"), [("disk", "whose pages are written to a disk"), ("taken", "exists and is not an arena")]
+    ("place", "reason"), [("disk", "whose pages are written to a disk"), ("taken", "exists and no daemon has made it")]
 )
 def test_a_name_that_cannot_be_the_arenas_is_refused(tmp_path: Path, name: Path, place: str, reason: str) -> None:
     path = name

@@ -32,9 +32,8 @@ from storage.state.slab import NEVER
 from storage.state.versions import Job
 from storage.steps.transform import Kernel, UpdateTile
 from storage.tiers.base import PAGE_BYTES, round_up
-from storage.tiers.contract import BackingTier, Region
+from storage.tiers.contract import BackingTier, CopyTier, Region
 from storage.tiers.extents import unused_runs
-from storage.tiers.lender import Lender
 from storage.tiers.nvme import NvmeRegion
 
 # OpenMP's threads spin while they wait for each other. On a busy machine a step of the reference would take seconds.
@@ -442,13 +441,12 @@ def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
 async def opened(
     state_dir: Path,
     volatile: Sequence[BackingTier[Any]] = (),
-    lenders: Sequence[Lender] = (),
-    on_lender: Callable[[str, str], None] = lambda _address, _text: None,
+    copies: Sequence[CopyTier[Any]] = (),
     /,
     **changes: Any,
 ) -> AsyncIterator[Engine]:
     """Open an engine; at the end of the block check that nothing leaked, and close it."""
-    engine = await Engine.open(engine_config(state_dir, **changes), volatile, lenders, on_lender)
+    engine = await Engine.open(engine_config(state_dir, **changes), volatile, copies)
     try:
         base = engine.host.used_bytes
         yield engine

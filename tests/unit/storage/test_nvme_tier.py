@@ -38,7 +38,7 @@ async def tier_at(path: Path, *, pages: int = BUDGET_PAGES, used: tuple[Extent, 
     file = DataFile(0, path, used, read_threads=3, write_threads=2)
     try:
         tier = NvmeTier(
-            [file], pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None
+            [file], pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=()
         )
     except BaseException:
         await file.close()
@@ -349,7 +349,7 @@ async def tier_over(directory: Path, *, pages: int) -> AsyncIterator[NvmeTier]:
     """Open a tier over two files."""
     files = [DataFile(n, directory / f"data.{n}", (), read_threads=1, write_threads=1) for n in range(2)]
     tier = NvmeTier(
-        files, pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None
+        files, pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=()
     )
     try:
         yield tier

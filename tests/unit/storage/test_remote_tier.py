@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from storage.base.shard import DType, Kind
 from storage.engine import Engine
 from storage.state.slab import NEVER
 from storage.tiers.base import TierCounters
-from storage.tiers.contract import Move, Region
+from storage.tiers.contract import CopyTier, Move, Region
 from storage.tiers.lent import SEGMENT_BYTES
 from storage.tiers.loan_directory import LoanDirectory
 from storage.tiers.nvme import NvmeRegion
@@ -29,7 +29,7 @@ from tests.unit.storage.test_third_tier import evict_all
 
 TILES = Layout(numels=TILED, precision=DType.BFLOAT16)
 # The retry is short because tests wait for the next loan. The time-out is long, so that no lender is late by accident.
-QUICK: dict[str, Any] = {"lender_timeout_seconds": 30.0, "lender_retry_seconds": 0.02, "lenders_are_always_used": True}
+QUICK: dict[str, Any] = {"timeout_seconds": 30.0, "retry_seconds": 0.02, "is_always_used": True}
 
 
 @dataclass
@@ -38,14 +38,9 @@ class Pair:
 
     borrower: Engine
     lending: Engine
+    remote: RemoteTier
     lender: LenderInProcess
     events: list[str]
-
-    @property
-    def remote(self) -> RemoteTier:
-        """The borrower's remote tier."""
-        assert self.borrower.remote is not None
-        return self.borrower.remote
 
     async def borrowed(self) -> None:
         """Wait until there is a loan."""
@@ -55,15 +50,17 @@ class Pair:
 
 
 @asynccontextmanager
-async def paired(directory: Path, lend_bytes: int = 16 * MIB, **changes: Any) -> AsyncIterator[Pair]:
-    """Open both engines; at the end check that nothing leaked on either side."""
+async def paired(
+    directory: Path, faster: Sequence[CopyTier[Any]] = (), lend_bytes: int = 16 * MIB
+) -> AsyncIterator[Pair]:
+    """Open both engines, the borrower with `faster` copy tiers, too; at the end check that nothing leaked on a side."""
     events: list[str] = []
     async with opened(directory / "lender", host_budget_bytes=32 * MIB, lend_bytes=lend_bytes) as lending:
         lender = LenderInProcess(lending.lent)
-        settings = ROOM_FOR_TILED | QUICK | changes
         told = lambda address, text: events.append(f"{address}: {text}")  # noqa: E731
-        async with opened(directory / "borrower", (), [lender], told, **settings) as borrower:
-            pair = Pair(borrower, lending, lender, events)
+        remote = RemoteTier([lender], budget_bytes=1 << 30, on_event=told, **QUICK)
+        async with opened(directory / "borrower", (), [*faster, remote], **ROOM_FOR_TILED) as borrower:
+            pair = Pair(borrower, lending, remote, lender, events)
             await pair.borrowed()
             yield pair
         assert lending.lent.used_bytes == 0 and not lending.lent.loans
@@ -188,7 +185,7 @@ class Tampering:
 
     def forge(self, address: int, buffer: memoryview) -> None:
         """Change the first block so that its checksum stays the same. The lender has guessed the version's label."""
-        for region, (_, copy) in self._pair.remote.copies._where.items():
+        for region, (_, copy) in self._pair.remote._copies._where.items():
             offset = address - copy.offset
             if copy.owns(region, max(offset, 0), 1) and 0 <= offset < copy.room_bytes:
                 forge(buffer[:BLOCK_BYTES], region.label, offset // BLOCK_BYTES, 0x7F80_0000_7F80_0000)
@@ -252,10 +249,10 @@ async def test_bytes_that_the_lender_does_not_send_cost_nothing_but_themselves(t
         nvme, tier, whole = pair.borrower.nvme, pair.remote, memoryview(bytearray(range(256)) * (4 * MIB // 256))
         old = await nvme.allocate(4 * MIB, "old")
         old.record(0, whole)
-        assert tier.copies.begin(old, None, NEVER)
+        assert tier.begin(old, None, NEVER)
         await tier.push([Move[Region](old, 0, whole)])
         async with asyncio.timeout(20):
-            while not tier.copies.has(old):
+            while not tier.has(old):
                 await asyncio.sleep(0.001)
         ((_, _, copy),) = tier.split([Move[Region](old, 0, whole)], nvme.counters)[1]
         tiles = [Move[Region](old, offset, memoryview(bytearray(MIB))) for offset in range(0, 4 * MIB, MIB)]
@@ -267,10 +264,10 @@ async def test_bytes_that_the_lender_does_not_send_cost_nothing_but_themselves(t
         # The tile is sent again when it was read from NVMe, and comes from the lender then.
         elsewhere, remote = tier.split(tiles, nvme.counters)
         assert ([move.offset for move in elsewhere], len(remote)) == ([MIB], 3)
-        assert tier.copies.begin(old, None, NEVER) and tier.used_bytes == 4 * MIB
+        assert tier.begin(old, None, NEVER) and tier.used_bytes == 4 * MIB
         await tier.push([Move[Region](old, MIB, whole[:MIB])])
         async with asyncio.timeout(20):
-            while not tier.copies.has(old):
+            while not tier.has(old):
                 await asyncio.sleep(0.001)
         assert await tier.read(tier.split(tiles, nvme.counters)[1], verified=True) == []
         assert all(bytes(tile.buffer) == whole[:MIB] for tile in tiles)
@@ -308,13 +305,13 @@ async def test_bytes_of_a_version_count_for_no_newer_one_in_the_same_room(tmp_pa
     async with paired(tmp_path) as pair:
         nvme, tier, buffer = pair.borrower.nvme, pair.remote, memoryview(bytearray(MIB))
         old, new = await nvme.allocate(MIB, "old"), await nvme.allocate(MIB, "new")
-        assert tier.copies.begin(old, None, NEVER) and tier.copies.begin(new, old, NEVER)
+        assert tier.begin(old, None, NEVER) and tier.begin(new, old, NEVER)
         await tier.push([Move[Region](old, 0, buffer)])
         await tier.push([Move[Region](new, 0, buffer[: MIB // 2])])
         async with asyncio.timeout(20):
             while tier.split([Move[Region](new, 0, buffer[: MIB // 2])], nvme.counters)[0]:
                 await asyncio.sleep(0.001)
-        assert not tier.copies.has(old) and not tier.copies.has(new)
+        assert not tier.has(old) and not tier.has(new)
         assert tier.used_bytes == MIB
         nvme.free(old)
         nvme.free(new)
@@ -410,25 +407,25 @@ async def test_a_lender_is_used_only_while_it_is_faster_than_nvme(
         buffer = memoryview(bytearray(MIB))
         region = await engine.nvme.allocate(MIB, "version")
         region.record(0, buffer)
-        assert tier.copies.begin(region, None, NEVER)
+        assert tier.begin(region, None, NEVER)
         await tier.push([Move[Region](region, 0, buffer)])
-        while not tier.copies.has(region):
+        while not tier.has(region):
             await asyncio.sleep(0.001)
         # NVMe has read this much in so many seconds.
         scenario.nvme.bytes_read, scenario.nvme.reading.seconds = LEAST_RATE_BYTES, seconds
         await scenario.read_all(region, buffer, 1 + LEAST_RATE_BYTES // MIB)
         if seconds > 1:
-            assert tier.lenders[0].state is LenderState.IN_USE and tier.copies.has(region)
+            assert tier.lenders[0].state is LenderState.IN_USE and tier.has(region)
         elif retry_seconds > 1:
             # It gets its memory back.
             assert tier.lenders[0].state is LenderState.SLOWER and tier.used_bytes == 0
-            assert not tier.copies.begin(region, None, NEVER)
+            assert not tier.begin(region, None, NEVER)
             await asyncio.sleep(0)
             assert engine.lent.used_bytes == 0
         else:
             async with asyncio.timeout(20):
                 while tier.lenders[0].state is not LenderState.TRIAL:
                     await asyncio.sleep(0.005)
-            assert tier.copies.begin(region, None, NEVER)
+            assert tier.begin(region, None, NEVER)
         await tier.close()
         engine.nvme.free(region)

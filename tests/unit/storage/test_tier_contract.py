@@ -22,6 +22,7 @@ from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from tests.unit.storage.folder_tier import FolderRegion, FolderTier
+from tests.unit.storage.memory_copies import MemoryCopies
 
 BUDGET = 64 * BLOCK_BYTES
 
@@ -32,7 +33,7 @@ def host_tier(_: Path) -> Tier:
 
 def nvme_tier(directory: Path) -> DurableTier[NvmeRegion]:
     file = DataFile(0, directory / "data", (), read_threads=2, write_threads=2)
-    return NvmeTier([file], BUDGET, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=None)
+    return NvmeTier([file], BUDGET, (), tracer=Tracer(), on_damage=lambda _error, _extents: None, on_freed=())
 
 
 def folder_tier(directory: Path) -> BackingTier[FolderRegion]:
@@ -125,6 +126,8 @@ async def test_a_tier_that_cannot_take_part_is_refused(tmp_path: Path) -> None:
     try:
         with pytest.raises(ValueError, match="a name of its own"):
             BackingTiers([folder, folder], nvme, watch)
+        with pytest.raises(ValueError, match="a name of its own"):
+            BackingTiers([folder], nvme, watch, [MemoryCopies(BUDGET)])
         folder.is_durable = True
         with pytest.raises(ValueError, match="no other one"):
             BackingTiers([folder], nvme, watch)
