@@ -109,7 +109,7 @@ class Engine:
         committer = Committer(backing, host_cache, copies, renewal, tracer, catalog, catalog_thread.run)
         self._committer = committer
         self.shadows = Shadows(host, self.scratch, self.admission.room_beside_steps)
-        self.pins = SlabPins(host, backing, host_cache, self.queue, jobs, committer)
+        self.pins = SlabPins(host, backing, host_cache, self.scratch, self.queue, jobs, committer)
         self.pending_steps = PendingSteps(
             host, backing, host_cache, self.scratch, self.gradients, tracer, transformer, self.shadows, committer
         )

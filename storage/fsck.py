@@ -42,10 +42,14 @@ class StateCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBytes:
-    """The place of one version of a slab, as the catalog has it; `nbytes` are those of the slab in whole pages."""
+    """The place of one version of a slab, as the catalog has it; `nbytes` are those of the slab in whole pages.
+
+    One checksum covers `block_bytes`.
+    """
 
     label: str
     nbytes: int
+    block_bytes: int
     extents: tuple[Extent, ...]
     checksums: bytes
     fqns: tuple[tuple[str, int, int], ...]  # Each parameter's name, first byte and end.
@@ -109,16 +113,21 @@ def _versions(catalog: Catalog, check: StateCheck) -> list[StoredBytes]:
         for group in job.groups:
             for slab in group.slabs:
                 key = SlabKey(job.spec.identity, group.name, slab.kind)
-                itemsize = slab.dtype.itemsize
+                layout = group.layout(slab.kind)
+                spans = [layout.bytes_of(s.group_offset, s.group_offset + s.numel) for s in group.shards]
                 fqns = tuple(
-                    (shard.fqn, shard.group_offset * itemsize, (shard.group_offset + shard.numel) * itemsize)
-                    for shard in group.shards
+                    (shard.fqn, span.start, span.stop) for shard, span in zip(group.shards, spans, strict=True)
                 )
-                nbytes = round_up(group.numel * itemsize)
+                nbytes = round_up(layout.nbytes)
                 for step, stored in job.versions.get(key, {}).items():
                     label = key.label(step)
                     versions[label, stored.extents] = StoredBytes(
-                        label=label, nbytes=nbytes, extents=stored.extents, checksums=stored.checksums, fqns=fqns
+                        label=label,
+                        nbytes=nbytes,
+                        block_bytes=layout.block_bytes,
+                        extents=stored.extents,
+                        checksums=stored.checksums,
+                        fqns=fqns,
                     )
     check.jobs = len(names)
     return list(versions.values())
@@ -164,13 +173,14 @@ def _verify(
     `check.verified_bytes` before the yield.
     """
     try:
-        checksums = Checksums(version.label, version.nbytes, version.checksums)
+        checksums = Checksums(version.label, version.nbytes, version.block_bytes, version.checksums)
     except StorageError as error:
         check.verified_bytes += version.nbytes
         yield str(error)
         return
-    for offset in range(0, version.nbytes, CHUNK_BYTES):
-        piece = buffer[: min(CHUNK_BYTES, version.nbytes - offset)]
+    chunk = CHUNK_BYTES // version.block_bytes * version.block_bytes
+    for offset in range(0, version.nbytes, chunk):
+        piece = buffer[: min(chunk, version.nbytes - offset)]
         problem = ""
         try:
             _read(version, files, offset, piece)

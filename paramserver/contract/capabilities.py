@@ -21,5 +21,8 @@ RETURNING_RANKS = "returning-ranks"
 # A store with this capability accepts entries of a job that hold large buffers of the ranks. They are no part of the
 # model; see buffer_names.py.
 LARGE_BUFFERS = "large-buffers"
+# A store with this capability encodes a slab as `KindSpec.codec` says, and refuses a codec that it does not know. Any
+# other store does not see the field, and would keep the elements as they are.
+CODECS = "codecs"
 
-CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, RETURNING_RANKS, AMENDED_STEPS, LARGE_BUFFERS)
+CAPABILITIES = (SETTLED_STEPS, REPEATED_CALLS, RETURNING_RANKS, AMENDED_STEPS, LARGE_BUFFERS, CODECS)

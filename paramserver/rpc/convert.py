@@ -17,6 +17,7 @@ from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc.urgency import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_FROM_WIRE, DTYPE_TO_WIRE, KIND_FROM_WIRE, TIER_FROM_WIRE
+from storage.base.codec import PLAIN
 from storage.base.errors import InvalidRequestError
 from storage.base.shard import (
     OPTIMIZER_STATES,
@@ -273,6 +274,7 @@ def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
         kind=kind(message.kind),
         dtype=_lookup(DTYPE_FROM_WIRE, message.dtype, f"dtype of group {group!r}"),
         placement=tier,
+        codec=name(message.codec, f"codec of group {group!r}") if message.codec else PLAIN,
     )
     if slab.kind in OPTIMIZER_STATES | {Kind.MASTER} and slab.dtype is not DType.FLOAT32:
         raise InvalidRequestError(f"group {group!r}: kind {slab.kind.value} must be float32, not {slab.dtype.value}")

@@ -75,6 +75,7 @@ def _group_to_wire(spec: GroupSpec) -> pb.ShardGroup:
                 kind=KIND_TO_WIRE[slab.kind],
                 dtype=DTYPE_TO_WIRE[slab.dtype],
                 placement=TIER_TO_WIRE[slab.placement],
+                codec=slab.codec,
             )
             for slab in spec.slabs
         ],

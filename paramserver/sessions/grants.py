@@ -147,13 +147,14 @@ class Grants:
         if slab in session.exclusive:
             raise ConflictError(f"{slab.key} is being written by another lease of this session")
         range_ = await self._engine.pending_steps.allocate_put(job, step, group, kind)
-        return await self._grant(session, group, LeaseMode.PUT, slab.nbytes, range_, None, slab=slab, step=step)
+        nbytes = slab.layout.element_bytes
+        return await self._grant(session, group, LeaseMode.PUT, nbytes, range_, None, slab=slab, step=step)
 
     async def _lease_gradient(self, session: Session, job: Job, group: str) -> Lease:
         if (held := session.exclusive.get(group)) is not None:
             return await self._recall(session, held)
         gradient = await self._engine.pending_steps.allocate_gradient(job, group)
-        nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
+        nbytes = job.group(group).spec.layout(Kind.GRAD).nbytes
         lease = await self._grant(session, group, LeaseMode.GRADIENT, nbytes, None, None, gradient=gradient)
         must_park = self._host_quota.must_park
         lease.asks_to_park = gradient.leaves_host or session.parks_gradients or must_park(session.owner, job)
@@ -241,7 +242,7 @@ class Grants:
         return lease
 
     async def _grant_pin(self, session: Session, mode: LeaseMode, pin: Pin) -> Lease:
-        return await self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.arena_range, pin)
+        return await self._grant(session, pin.slab.key.group, mode, pin.nbytes, pin.arena_range, pin)
 
     async def _grant(
         self,
@@ -401,4 +402,4 @@ class Grants:
             return self._engine.gradients.take_range(lease.parkable)
         if lease.pin is None:
             return self._engine.scratch.hand_over(lease.arena_range)
-        return self._engine.host_cache.take_range(lease.pin.slab, lease.pin.copy)
+        return self._engine.pins.take_range(lease.pin)

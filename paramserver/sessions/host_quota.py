@@ -212,6 +212,6 @@ def lease_bytes(job: Job, group: str, kind: Kind) -> int:
     """
     if kind is Kind.GRAD:
         spec = job.group(group).spec
-        return round_up(spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in spec.slab_of_kind else 0
+        return round_up(spec.layout(Kind.GRAD).nbytes) if Kind.GRAD in spec.slab_of_kind else 0
     slab = job.slab(group, kind)
-    return 0 if slab.at_home_in_host else round_up(slab.nbytes)
+    return 0 if slab.at_home_in_host else round_up(slab.layout.element_bytes)

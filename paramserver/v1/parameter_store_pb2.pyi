@@ -440,14 +440,16 @@ class ShardGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., numel: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., kinds: _Optional[_Iterable[_Union[KindSpec, _Mapping]]] = ...) -> None: ...
 
 class KindSpec(_message.Message):
-    __slots__ = ("kind", "dtype", "placement")
+    __slots__ = ("kind", "dtype", "placement", "codec")
     KIND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     kind: Kind
     dtype: DType
     placement: Tier
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., placement: _Optional[_Union[Tier, str]] = ...) -> None: ...
+    codec: str
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., placement: _Optional[_Union[Tier, str]] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class RegisterShardsRequest(_message.Message):
     __slots__ = ("session_id", "groups")

@@ -40,6 +40,10 @@ class FormerFormatError(ConflictError):
         )
 
 
+class NewerFormatError(ConflictError):
+    """Stored bytes, or a client, use a codec that this release does not know."""
+
+
 class OtherModelError(ConflictError):
     """The caller's model has other parameters than the stored job: their names or their shapes differ."""
 

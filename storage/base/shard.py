@@ -15,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from storage.base.codec import PLAIN, SlabLayout, layout_of
 from storage.base.errors import InvalidRequestError
 
 # torch's fused CPU AdamW rounds the last `numel % 16` elements of a call differently. So every shard starts at a
@@ -39,8 +40,8 @@ class Kind(enum.StrEnum):
     GRAD = "grad"
 
 
-# The kinds of slabs that an optimizer keeps for a parameter besides its master weight. They are fp32, and zeros until
-# they are written.
+# The kinds of slabs that an optimizer keeps for a parameter besides its master weight. They are fp32, or encoded by a
+# codec that decodes to fp32, and zeros until they are written.
 OPTIMIZER_STATES = frozenset(Kind) - {Kind.PARAM, Kind.MASTER, Kind.GRAD}
 # The most kinds of optimizer state that one group may have, because an update tile has room for this many.
 MAX_OPTIMIZER_STATES = 2
@@ -91,11 +92,24 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabSpec:
-    """One kind of a group: its element type, and the tier in which its newest version stays (`placement`)."""
+    """One kind of a group: its element type, and the tier in which its newest version stays (`placement`).
+
+    `codec` is the name of the codec in whose records the elements are stored, or PLAIN; `dtype` is what they decode to.
+    """
 
     kind: Kind
     dtype: DType
     placement: TierName
+    codec: str = PLAIN
+
+    def layout(self, numel: int) -> SlabLayout:
+        """Return how the elements lie in the slab's bytes, if the group has `numel` elements.
+
+        Raises:
+            NewerFormatError: the codec is not known.
+            InvalidRequestError: the codec does not encode elements of this type.
+        """
+        return layout_of(self.codec, numel, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +158,9 @@ class GroupSpec:
         """The specification of each of the group's slabs, by the slab's kind."""
         return {slab.kind: slab for slab in self.slabs}
 
-    def slab_bytes(self, kind: Kind) -> int:
-        """Return the bytes of one kind, without padding to pages."""
-        return self.numel * self.slab_of_kind[kind].dtype.itemsize
+    def layout(self, kind: Kind) -> SlabLayout:
+        """Return how the elements of one kind lie in its bytes."""
+        return self.slab_of_kind[kind].layout(self.numel)
 
     def validate(self) -> None:
         """Check that the group is well-formed: its kinds are valid, its shards are in order, aligned and inside of it.
@@ -164,6 +178,13 @@ class GroupSpec:
             raise InvalidRequestError(f"group {self.name!r} names a kind twice")
         if Kind.PARAM not in self.slab_of_kind:
             raise InvalidRequestError(f"group {self.name!r} has no slab of kind param")
+        for slab in self.slabs:
+            if slab.codec != PLAIN and slab.kind not in OPTIMIZER_STATES:
+                raise InvalidRequestError(
+                    f"group {self.name!r}: kind {slab.kind.value} cannot be encoded (codec {slab.codec!r}); only the "
+                    "optimizer's states can"
+                )
+            slab.layout(self.numel)
         states = sorted(kind.value for kind in OPTIMIZER_STATES & self.slab_of_kind.keys())
         if len(states) > MAX_OPTIMIZER_STATES:
             raise InvalidRequestError(

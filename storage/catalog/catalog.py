@@ -40,7 +40,7 @@ from storage.catalog.records import (
 from storage.catalog.tables import (
     FORMAT_VERSION,
     REMEDY,
-    add_settled,
+    add_columns,
     check_references,
     connect,
     create_tables,
@@ -158,7 +158,7 @@ class Catalog:
         layout = LayoutEntry(
             tuple((number, group.name, group.numel, shards_to_text(group.shards)) for number, group in numbered),
             tuple(
-                (number, group, slab.kind.value, slab.dtype.value, slab.placement.value)
+                (number, group, slab.kind.value, slab.dtype.value, slab.placement.value, slab.codec or None)
                 for number, (group, slab) in enumerate(slabs, self._next_id("slabs"))
             ),
         )
@@ -169,7 +169,7 @@ class Catalog:
         self._db.executemany(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", [(number, job, *rest) for number, *rest in layout.groups]
         )
-        self._db.executemany("INSERT INTO slabs VALUES (?, ?, ?, ?, ?)", layout.slabs)
+        self._db.executemany("INSERT INTO slabs VALUES (?, ?, ?, ?, ?, ?)", layout.slabs)
         self._put(JobEntry(id=job, row=row, layout=layout))
 
     def add_commit(self, job: str, commit: CommitRecord, written: Mapping[SlabKey, tuple[int, StoredVersion]]) -> None:
@@ -270,8 +270,8 @@ class Catalog:
                     "UPDATE slabs SET placement = ? WHERE id = ?", [(tier, slab) for slab, tier in moved.items()]
                 )
                 slabs = tuple(
-                    (slab, group, kind, dtype, moved.get(slab, tier))
-                    for slab, group, kind, dtype, tier in entry.layout.slabs
+                    (slab, group, kind, dtype, moved.get(slab, tier), codec)
+                    for slab, group, kind, dtype, tier, codec in entry.layout.slabs
                 )
                 self._put(replace(entry, layout=LayoutEntry(entry.layout.groups, slabs)))
 
@@ -385,7 +385,7 @@ class Catalog:
         that all nodes have a newer one. If all ranks are on one node, the store has only the newest commit.
         """
         with self.transaction():
-            add_settled(self._db)
+            add_columns(self._db)
             self._ledger = read_ledger(self._db, self.path)
             self._put_meta("format_version", str(FORMAT_VERSION))
             for name, entry in self._ledger.jobs.items():

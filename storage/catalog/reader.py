@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage.base.codec import PLAIN, codec_named
 from storage.base.errors import DataLossError
 from storage.base.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, SlabKey, SlabSpec, TierName
 from storage.catalog.digest import digest, digest_of_rows
@@ -41,6 +42,7 @@ class VerifiedJob:
         """Return the job as a JobRecord.
 
         Raises:
+            NewerFormatError: a slab has a codec that is not known here.
             LookupError, TypeError, ValueError: the rows are as they were written, but do not describe a valid job.
         """
         identity, world_size, every_steps, parameters, created_at = self.entry.row
@@ -72,9 +74,10 @@ class VerifiedJob:
 
     def _groups(self) -> tuple[GroupSpec, ...]:
         slabs: dict[int, list[SlabSpec]] = {}
-        for _, group, kind, dtype, placement in self.entry.layout.slabs:
+        for _, group, kind, dtype, placement, codec in self.entry.layout.slabs:
+            name = PLAIN if codec is None else codec_named(codec).name
             slabs.setdefault(group, []).append(
-                SlabSpec(kind=KINDS[kind], dtype=_DTYPES[dtype], placement=_TIERS[placement])
+                SlabSpec(kind=KINDS[kind], dtype=_DTYPES[dtype], placement=_TIERS[placement], codec=name)
             )
         return tuple(
             GroupSpec(name=name, numel=numel, shards=shards_from_text(shards), slabs=tuple(slabs[group]))
@@ -211,7 +214,7 @@ def _read_commits(
 def _read_layout(db: sqlite3.Connection, job_id: int) -> LayoutEntry:
     groups = db.execute("SELECT id, name, numel, shards FROM groups WHERE job = ? ORDER BY id", (job_id,))
     slabs = db.execute(
-        "SELECT id, grp, kind, dtype, placement FROM slabs WHERE grp IN (SELECT id FROM groups WHERE job = ?) "
+        "SELECT id, grp, kind, dtype, placement, codec FROM slabs WHERE grp IN (SELECT id FROM groups WHERE job = ?) "
         "ORDER BY id",
         (job_id,),
     )

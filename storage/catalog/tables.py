@@ -52,16 +52,23 @@ _TABLES_OF_5 = (
     file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL, reason TEXT NOT NULL,
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
 )
-# The statements that make the tables, by format version. Format 6 added a column to `jobs`. In format 6 the statement
-# for `jobs` is the text that SQLite keeps after `add_settled`, so that `find_version` accepts new and migrated catalogs
-# alike.
-_TABLES = {
-    5: _TABLES_OF_5,
-    FORMAT_VERSION: tuple(
-        statement.replace(") STRICT", ", settled INTEGER) STRICT") if "TABLE jobs " in statement else statement
-        for statement in _TABLES_OF_5
-    ),
-}
+# The columns that format 6 added, by table, each with the text behind it in the statement that makes the table.
+_ADDED = {"jobs": ("settled INTEGER", ") STRICT"), "slabs": ("codec TEXT", ", UNIQUE (grp, kind)) STRICT")}
+
+
+def _with_added(statement: str) -> str:
+    """Return the statement of format 6 for a table of format 5.
+
+    It is the text that SQLite keeps after `add_columns`, so `find_version` accepts new and migrated catalogs alike.
+    """
+    for table, (column, behind) in _ADDED.items():
+        if f"TABLE {table} " in statement:
+            return statement.replace(behind, f", {column}{behind}")
+    return statement
+
+
+# The statements that make the tables, by format version.
+_TABLES = {5: _TABLES_OF_5, FORMAT_VERSION: tuple(map(_with_added, _TABLES_OF_5))}
 
 
 # SQLite opens files whose paths, with "-journal" appended, have at most 512 bytes. A symbolic link to a long path does
@@ -101,9 +108,10 @@ def create_tables(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-def add_settled(db: sqlite3.Connection) -> None:
-    """Add to the tables of format 5 the column that format 6 added. Call this inside a transaction."""
-    db.execute("ALTER TABLE jobs ADD COLUMN settled INTEGER")
+def add_columns(db: sqlite3.Connection) -> None:
+    """Add to the tables of format 5 the columns that format 6 added. Call this inside a transaction."""
+    for table, (column, _) in _ADDED.items():
+        db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
 
 
 def find_version(db: sqlite3.Connection, path: Path) -> int | None:

@@ -331,7 +331,11 @@ class JobRegistry:
                 )
             moved[slab.key] = placement
             undo.callback(self._place, job, slab, slab.spec)
-            self._place(job, slab, SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement))
+            self._place(
+                job,
+                slab,
+                replace(slab.spec, placement=placement),
+            )
         if Kind.GRAD in wanted.slab_of_kind:
             placement = wanted.slab_of_kind[Kind.GRAD].placement
             if placement is not group.spec.slab_of_kind[Kind.GRAD].placement:
@@ -393,7 +397,7 @@ class JobRegistry:
         for spec in stored.groups:
             for slab in self.new_group(job, spec).slabs:
                 for step, v in stored.versions.get(slab.key, {}).items():
-                    slab.add_version(step, self._region(v, slab.label(step), slab.paged_bytes, regions))
+                    slab.add_version(step, self._region(v, slab, step, regions))
                 slab.recorded.update(slab.versions)
                 slab.latest = max(slab.versions, default=None)
                 job.tally.remove_if_clean(slab, min(job.durable, default=None), recorded=True)
@@ -404,18 +408,20 @@ class JobRegistry:
         return job
 
     def _region(
-        self, version: StoredVersion, label: str, nbytes: int, regions: dict[tuple[Extent, ...], Region]
+        self, version: StoredVersion, slab: Slab, step: int, regions: dict[tuple[Extent, ...], Region]
     ) -> Region:
         """Return the region of a stored version.
 
         A job and its kept steps share versions. If the version was restored before, the result is the same region,
         held once more.
         """
-        known = regions.get(version.extents)
+        label, known = slab.label(step), regions.get(version.extents)
         if known is not None and known.label == label:
             self._backing.hold(known)
             return known
-        region: Region = self._backing.durable.restored(version.extents, version.checksums, label, nbytes)
+        region: Region = self._backing.durable.restored(
+            version.extents, version.checksums, label, slab.paged_bytes, slab.layout.block_bytes
+        )
         regions[version.extents] = region
         return region
 

@@ -76,7 +76,8 @@ class CopyWrites:
             raise _discarded(slab, version)
         self._host_cache.pin(copy)
         try:
-            async with self._durable.new_version(slab.nbytes, slab.label(version)) as region:
+            new = self._durable.new_version(slab.nbytes, slab.label(version), slab.layout.block_bytes)
+            async with new as region:
                 with slab.filling(region):
                     await self._durable.write_from(region, 0, self._host.view(copy.arena_range))
                 if not _has(slab, version):

@@ -37,7 +37,7 @@ class TensorRange(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """The bytes `[start, start + nbytes)` of a slab, which are whole blocks and go to byte `at` of the buffer.
+    """The bytes `[start, start + nbytes)` of a plain slab, which are whole blocks and go to byte `at` of the buffer.
 
     Byte `at` is the first one of a page.
     """
@@ -49,7 +49,7 @@ class InPlace(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The bytes `[start, stop)` of a slab, which are copied to byte `at` of the buffer after they were read."""
+    """The bytes `[start, stop)` of a slab's elements, which are copied to byte `at` of the buffer after the read."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Pieces of one slab that are read together. All of them are in bytes `[start, stop)` of the slab."""
+    """Pieces of one slab that are read together. All of them are in bytes `[start, stop)` of its elements."""
 
     start: int
     stop: int
@@ -76,8 +76,8 @@ class Stretch:
         """Copy the parts of the pieces that are in `data` to their places in `view`.
 
         Args:
-            first: the slab's byte at which `data` begins.
-            data: some consecutive bytes of the slab.
+            first: the byte of the slab's elements at which `data` begins.
+            data: some consecutive bytes of the elements.
             view: the whole buffer of the gathering.
         """
         end = first + len(data)
@@ -118,7 +118,7 @@ class Gathering:
         async for range_ in in_slices(ranges):
             gathering.nbytes = round_up(gathering.nbytes, GATHER_ALIGNMENT)
             async for slab, offset, count in in_slices(parts_of(job, *range_)):
-                start, stop = (n * slab.spec.dtype.itemsize for n in (offset, offset + count))
+                start, stop = (n * slab.layout.itemsize for n in (offset, offset + count))
                 piece = _Piece(start, stop, gathering.nbytes)
                 gathering.nbytes += stop - start
                 if run is not None and run[0] is slab and piece.continues(run[1]):
@@ -133,7 +133,7 @@ class Gathering:
 
     def _add(self, slab: Slab, piece: _Piece) -> None:
         start, stop, at = piece
-        if whole := bytes_in_place(start, stop, at):
+        if whole := bytes_in_place(slab, start, stop, at):
             self.in_place.append(InPlace(slab, start, at, whole))
         if start + whole < stop:
             self._pieces.setdefault(slab, []).append(_Piece(start + whole, stop, at + whole))
@@ -164,12 +164,14 @@ def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterato
         offset += count
 
 
-def bytes_in_place(start: int, stop: int, at: int) -> int:
+def bytes_in_place(slab: Slab, start: int, stop: int, at: int) -> int:
     """Return how many of a slab's bytes `[start, stop)`, from `start` on, can be read directly to byte `at` of a range.
 
-    A direct read needs whole checksum blocks whose place begins with a page.
+    A direct read needs whole checksum blocks of a plain slab, whose place begins with a page.
     """
-    return (stop - start) // BLOCK_BYTES * BLOCK_BYTES if start % BLOCK_BYTES == 0 and at % PAGE_BYTES == 0 else 0
+    if slab.layout.codec is not None or start % BLOCK_BYTES or at % PAGE_BYTES:
+        return 0
+    return (stop - start) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def _stretches(pieces: Iterable[_Piece]) -> Iterator[Stretch]:

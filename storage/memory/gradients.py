@@ -169,7 +169,7 @@ class Gradients:
         gradient = Gradient(
             job=job,
             label=key.label(step),
-            size_bytes=numel * dtype.itemsize,
+            size_bytes=group.spec.layout(Kind.GRAD).nbytes,
             dtype=dtype,
             numel=numel,
             leaves_host=group.gradient_leaves_host,

@@ -106,14 +106,14 @@ class JobTable:
             for group in job.groups.values():
                 gradient = SlabKey(job.spec.identity, group.spec.name, Kind.GRAD)
                 if gradient.is_of(label) and Kind.GRAD in group.spec.slab_of_kind:
-                    return _fqns_at(group, group.spec.slab_of_kind[Kind.GRAD].dtype.itemsize, offset, nbytes)
+                    return _fqns_at(group, Kind.GRAD, offset, nbytes)
                 for slab in group.slabs:
                     if any(slab.label(version) == label for version in slab.versions):
-                        return _fqns_at(group, slab.spec.dtype.itemsize, offset, nbytes)
+                        return _fqns_at(group, slab.key.kind, offset, nbytes)
         return ()
 
 
-def _fqns_at(group: Group, itemsize: int, offset: int, nbytes: int) -> tuple[str, ...]:
+def _fqns_at(group: Group, kind: Kind, offset: int, nbytes: int) -> tuple[str, ...]:
     """Return the FQNs of a group's shards that have elements in the bytes `[offset, offset + nbytes)` of a slab."""
-    first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+    first, end = group.spec.layout(kind).elements_of(offset, offset + nbytes)
     return tuple(s.fqn for s in group.spec.shards if s.group_offset < end and s.group_offset + s.numel > first)

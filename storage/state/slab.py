@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from storage.base.codec import SlabLayout
 from storage.base.errors import ConflictError, DataLossError, NotFoundError
 from storage.base.shard import GroupSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.tiers.arena import ArenaRange
@@ -223,9 +224,15 @@ class Slab:
     # The write of the newest bytes to NVMe for a snapshot or a reader, if one is under way. No update may change the
     # bytes until it ends.
     copy_write: CopyWrite | None = None
+    # The layout says how the elements lie in the bytes of a version. It never changes, and is kept because a store of a
+    # million slabs asks for it several million times when it is opened.
+    layout: SlabLayout = field(init=False)
     _versions: dict[int, Region] = field(default_factory=dict)
     _latest: int | None = None
     _copy: HostCopy | None = None
+
+    def __post_init__(self) -> None:
+        self.layout = self.spec.layout(self.numel)
 
     def check_present(self) -> None:
         """Raise ConflictError if the slab was deleted while an operation waited for room or for a device."""
@@ -345,7 +352,7 @@ class Slab:
     @property
     def nbytes(self) -> int:
         """The size of one version in bytes, without padding to pages."""
-        return self.numel * self.spec.dtype.itemsize
+        return self.layout.nbytes
 
     @property
     def at_home_in_host(self) -> bool:
@@ -399,7 +406,7 @@ class Group:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the group's gradient, rounded up to whole pages; 0 if it has none."""
-        return round_up(self.spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in self.spec.slab_of_kind else 0
+        return round_up(self.spec.layout(Kind.GRAD).nbytes) if Kind.GRAD in self.spec.slab_of_kind else 0
 
     @property
     def gradient_leaves_host(self) -> bool:

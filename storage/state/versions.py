@@ -284,8 +284,8 @@ def check_group(stored: GroupSpec, wanted: GroupSpec) -> None:
     Raises:
         ConflictError: the registration differs from the stored group.
     """
-    same_types = {k: s.dtype for k, s in stored.slab_of_kind.items()} == {
-        k: s.dtype for k, s in wanted.slab_of_kind.items()
+    same_types = {k: (s.dtype, s.codec) for k, s in stored.slab_of_kind.items()} == {
+        k: (s.dtype, s.codec) for k, s in wanted.slab_of_kind.items()
     }
     if stored.numel != wanted.numel or stored.shards != wanted.shards or not same_types:
         raise ConflictError(

@@ -12,7 +12,8 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from storage.base.errors import ConflictError, StepAbortedError, StorageError
+from storage.base.codec import encode_all
+from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import Kind, SlabKey
 from storage.base.slices import in_slices
 from storage.base.tracing import Activity, Tracer
@@ -222,7 +223,7 @@ class PendingSteps:
         """
         slab = job.slab(group, kind)
         self._check_put(job, step, slab)
-        return await self._scratch.allocate(job.spec.name, slab.nbytes)
+        return await self._scratch.allocate(job.spec.name, slab.layout.element_bytes)
 
     async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
         """Make staged bytes the slab's version of the pending step.
@@ -241,14 +242,27 @@ class PendingSteps:
         """
         try:
             slab = job.slab(group, kind)
+            if slab.layout.codec is not None:
+                staged = await self._encode(job, slab, staged)
             self._check_put(job, step, slab)
-        except StorageError:
+        except BaseException:
             self._scratch.free(staged)
             raise
         write = self._begin(job, step, [slab], self._put(job, step, slab, staged))
         write.add_done_callback(lambda done: self._end_put(staged, done))
         if slab.backed:
             await self._backing.watch.unless_stuck(_outcome(write))
+
+    async def _encode(self, job: Job, slab: Slab, staged: ArenaRange) -> ArenaRange:
+        """Return a range with the records of staged elements, and free the range of the elements."""
+        encoded = await self._scratch.allocate(job.spec.name, slab.nbytes)
+        try:
+            await asyncio.to_thread(encode_all, slab.layout, self._host.view(encoded), self._host.view(staged))
+        except BaseException:
+            self._scratch.free(encoded)
+            raise
+        self._scratch.free(staged)
+        return encoded
 
     def _end_put(self, staged: ArenaRange, write: asyncio.Task[None]) -> None:
         if write.cancelled() or write.exception() is not None:
@@ -275,7 +289,9 @@ class PendingSteps:
             await pending.sealed.wait()
         await slab.unclaimed()
         if slab.backing is not None:
-            async with self._backing.new_version(slab.backing, slab.nbytes, slab.label(step)) as region:
+            async with self._backing.new_version(
+                slab.backing, slab.nbytes, slab.label(step), slab.layout.block_bytes
+            ) as region:
                 with slab.filling(region):
                     await region.tier.write_from(region, 0, self._host.view(staged))
                     slab.add_version(step, region)

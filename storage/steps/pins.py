@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from storage.base.codec import decode_all, encode_all
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import Kind
 from storage.memory.host_cache import HostCache
 from storage.memory.prefetch import PrefetchQueue
+from storage.memory.scratch import ScratchRanges
 from storage.state.job_table import JobTable
 from storage.state.slab import NEVER, HostCopy, Slab
 from storage.state.versions import Job
@@ -27,15 +29,27 @@ from storage.tiers.host import HostTier
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A slab's bytes in the arena, which stay in their place until `SlabPins` unpins or publishes them."""
+    """A slab's elements in the arena, which stay in their place until `SlabPins` unpins or publishes them.
+
+    Attributes:
+        slab: the slab.
+        copy: its host copy, which is pinned.
+        decoded: for an encoded slab, the range that holds the elements; None for a plain one, whose copy holds them.
+    """
 
     slab: Slab
     copy: HostCopy
+    decoded: ArenaRange | None = None
 
     @property
     def arena_range(self) -> ArenaRange:
-        """The range of the arena that holds the bytes."""
-        return self.copy.arena_range
+        """The range of the arena that holds the elements."""
+        return self.copy.arena_range if self.decoded is None else self.decoded
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements."""
+        return self.slab.layout.element_bytes
 
 
 class SlabPins:
@@ -46,6 +60,7 @@ class SlabPins:
         host: HostTier,
         backing: BackingTiers,
         host_cache: HostCache,
+        scratch: ScratchRanges,
         queue: PrefetchQueue,
         jobs: JobTable,
         committer: Committer,
@@ -53,6 +68,7 @@ class SlabPins:
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
+        self._scratch = scratch
         self._queue = queue
         self._jobs = jobs
         self._committer = committer
@@ -78,10 +94,26 @@ class SlabPins:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
         write = job.pending.writes.get(slab) if job.pending else None
         if write is None and slab.current_copy is not None:
-            return Pin(slab, await self._queue.fetch(slab, position))
-        fetching = self._fetch(job, slab, position, as_of)
-        release = partial(self._host_cache.unpin, slab)
-        return Pin(slab, await self._backing.watch.unless_stuck(fetching, release=release))
+            copy = await self._queue.fetch(slab, position)
+        else:
+            fetching = self._fetch(job, slab, position, as_of)
+            release = partial(self._host_cache.unpin, slab)
+            copy = await self._backing.watch.unless_stuck(fetching, release=release)
+        return Pin(slab, copy) if slab.layout.codec is None else await self._decode(job, Pin(slab, copy))
+
+    async def _decode(self, job: Job, pin: Pin) -> Pin:
+        """Return the pin of an encoded slab with a range that holds the decoded elements."""
+        try:
+            pin = replace(pin, decoded=await self._scratch.allocate(job.spec.name, pin.nbytes))
+            await asyncio.to_thread(decode_all, pin.slab.layout, *self._views(pin))
+        except BaseException:
+            self.unpin(pin)
+            raise
+        return pin
+
+    def _views(self, pin: Pin) -> tuple[memoryview, memoryview]:
+        """Return the records and the elements of an encoded slab that is pinned."""
+        return self._host.view(pin.copy.arena_range), self._host.view(pin.arena_range)
 
     def newest_slab(self, job: Job, group: str, kind: Kind, as_of: int | None) -> Slab | None:
         """Return a slab if `fetch` would return its newest bytes without waiting for a write; else None.
@@ -163,7 +195,19 @@ class SlabPins:
 
     def unpin(self, pin: Pin, next_use: float = NEVER) -> None:
         """Release a pin. `next_use` is the trace position at which the slab is needed again."""
+        if pin.decoded is not None:
+            self._scratch.free(pin.decoded)
         self._host_cache.unpin(pin.slab, pin.copy, next_use)
+
+    def take_range(self, pin: Pin) -> ArenaRange:
+        """Release a pin whose range a client's process may still write to, and return the range.
+
+        The caller frees the range when that process is gone.
+        """
+        if pin.decoded is None:
+            return self._host_cache.take_range(pin.slab, pin.copy)
+        self._host_cache.unpin(pin.slab, pin.copy)
+        return self._scratch.hand_over(pin.decoded)
 
     async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
         """Allocate and pin a host copy for the bytes that a slab has at its job's first step, and return the pin.
@@ -191,7 +235,14 @@ class SlabPins:
         if not slab.backed:
             slab.latest = None
         self._host_cache.pin_to_write(slab.copy)
-        return Pin(slab, slab.copy)
+        pin = Pin(slab, slab.copy)
+        if slab.layout.codec is None:
+            return pin
+        try:
+            return replace(pin, decoded=await self._scratch.allocate(job.spec.name, pin.nbytes))
+        except BaseException:
+            self.unpin(pin)
+            raise
 
     async def publish(self, pin: Pin) -> None:
         """Make staged bytes the slab's version of its job's first step, and unpin them.
@@ -209,12 +260,16 @@ class SlabPins:
             job = self._jobs.holder(slab.key)
             step = job.first_step
             pending = job.open_pending(step)
+            if pin.decoded is not None:
+                await asyncio.to_thread(encode_all, slab.layout, *self._views(pin))
             async with AsyncExitStack() as filling:
                 if slab.backing is not None:
-                    new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
+                    new = self._backing.new_version(
+                        slab.backing, slab.nbytes, slab.label(step), slab.layout.block_bytes
+                    )
                     region = await filling.enter_async_context(new)
                     filling.enter_context(slab.filling(region))
-                    await region.tier.write_from(region, 0, self._host.view(pin.arena_range))
+                    await region.tier.write_from(region, 0, self._host.view(pin.copy.arena_range))
                     if step in slab.versions:
                         # The slab has a version of this step from an earlier `publish`, which is freed below. A commit
                         # whose transaction failed may become valid after a crash and name that version, so the catalog
@@ -230,7 +285,7 @@ class SlabPins:
             slab.latest = step
             pin.copy.step = step
         finally:
-            self._host_cache.unpin(slab, pin.copy)
+            self.unpin(pin)
 
 
 def _bound(job: Job, as_of: int | None) -> int:

@@ -11,10 +11,11 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
+import torch
 import xxhash
 
+from storage.base.codec import SlabLayout
 from storage.base.errors import ConflictError, NotFoundError
-from storage.base.integrity import BLOCK_BYTES
 from storage.base.shard import DType, Kind
 from storage.base.slices import in_slices
 from storage.base.waiting import finish_all
@@ -72,8 +73,7 @@ class RangeReader:
             DeviceError: the bytes cannot be read.
         """
         for slab, start, count in parts_of(job, fqn, kind, offset, numel):
-            itemsize = slab.spec.dtype.itemsize
-            stamp = slab.stamp
+            itemsize, stamp = slab.layout.itemsize, slab.stamp
             async for piece in self._read_slab(slab, start * itemsize, count * itemsize):
                 if slab.stamp != stamp:
                     raise ConflictError(f"{slab.key} changed while {fqn!r} was read from it; read it again")
@@ -87,7 +87,7 @@ class RangeReader:
             start += len(piece)
 
     async def piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
-        """Return as many of a slab's bytes `[start, end)`, from `start` on, as fit into one tile buffer.
+        """Return as many bytes `[start, end)` of a slab's elements, from `start` on, as are read with one tile buffer.
 
         `read` fills the buffer in whole checksum blocks. The result is a copy, because a client may take the bytes
         slowly, and the optimizer needs the tile buffer meanwhile.
@@ -99,10 +99,15 @@ class RangeReader:
 
     async def _piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
         async with self._tiles.buffer() as buffer:
-            first = start // BLOCK_BYTES * BLOCK_BYTES
-            whole = min(round_up(end, BLOCK_BYTES), round_up(slab.nbytes)) - first
-            length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
+            layout = slab.layout
+            block = layout.block_bytes
+            wanted = layout.bytes_of(start // layout.itemsize, -(-end // layout.itemsize))
+            first = wanted.start // block * block
+            whole = min(round_up(wanted.stop, block), round_up(slab.nbytes)) - first
+            length = min(len(buffer) // block * block, whole)
             await read(first, buffer[:length])
+            if layout.codec is not None:
+                return await asyncio.to_thread(_decoded, layout, first, buffer[:length], start, end)
             return bytes(buffer[start - first : min(end, first + length) - first])
 
     async def digest(self, job: Job, group: str, kind: Kind) -> tuple[int | None, bytes]:
@@ -144,11 +149,11 @@ class RangeReader:
             else:
                 await self._backing.read_into(region, start, buffer)
 
-        itemsize, state, start = slab.spec.dtype.itemsize, xxhash.xxh3_128(), 0
+        itemsize, size, state, start = slab.layout.itemsize, slab.layout.element_bytes, xxhash.xxh3_128(), 0
         shards = iter(group.spec.shards)
         shard = next(shards, None)
-        while start < slab.nbytes and shard is not None:
-            piece = memoryview(await self.piece(slab, start, slab.nbytes, read))
+        while start < size and shard is not None:
+            piece = memoryview(await self.piece(slab, start, size, read))
             stop = start + len(piece)
             while shard is not None:
                 begin, end = (n * itemsize for n in (shard.group_offset, shard.group_offset + shard.numel))
@@ -188,6 +193,18 @@ class RangeReader:
             await self._host.read_into(copy.arena_range, start, buffer)
         else:
             await self._backing.read_into(slab.source(slab.latest), start, buffer)
+
+
+def _decoded(layout: SlabLayout, first: int, records: memoryview, start: int, end: int) -> bytes:
+    """Return bytes `[start, end)` of an encoded slab's elements, as far as `records`, from byte `first` on, have them.
+
+    Byte `start` is an element of the first record.
+    """
+    begin, stop = layout.elements_of(first, first + len(records))
+    elements = torch.empty(stop - begin)
+    layout.decode(records, elements)
+    at = begin * layout.itemsize
+    return elements.view(torch.uint8)[start - at : min(end, stop * layout.itemsize) - at].numpy().tobytes()
 
 
 class StepReader:
@@ -275,9 +292,9 @@ class StepReader:
         """
         at = 0
         for slab, first, count in parts_of(self.job, fqn, kind, offset, numel):
-            start, stop = (n * slab.spec.dtype.itemsize for n in (first, first + count))
+            start, stop = (n * slab.layout.itemsize for n in (first, first + count))
             while start < stop:
-                if length := bytes_in_place(start, stop, at):
+                if length := bytes_in_place(slab, start, stop, at):
                     await self._read_held(slab, start, view[at : at + length])
                 else:
                     piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
@@ -294,7 +311,7 @@ class StepReader:
             DeviceError: the bytes cannot be read.
         """
         for slab, first, count in parts_of(self.job, fqn, kind, offset, numel):
-            start, stop = (n * slab.spec.dtype.itemsize for n in (first, first + count))
+            start, stop = (n * slab.layout.itemsize for n in (first, first + count))
             while start < stop:
                 piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
                 yield piece

@@ -86,7 +86,7 @@ class Scrubber:
         offset = damaged = 0
         # A version without holders was freed after the pass began, so it is not read any further.
         while offset < region.nbytes and region.holders:
-            length = min(len(buffer), region.nbytes - offset)
+            length = min(CHUNK_BYTES // region.block_bytes * region.block_bytes, region.nbytes - offset)
             error: DamagedBlockError | DeviceError | None = None
             try:
                 await self._tier.read_into(region, offset, buffer[:length], Priority.SCRUB)

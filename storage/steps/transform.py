@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
+from storage.base.codec import PLAIN, TILE_QUANTUM, SlabLayout, layout_of
 from storage.base.errors import BudgetExceededError, DamagedBlockError
-from storage.base.integrity import BLOCK_BYTES
 from storage.base.position_lock import PositionLock
 from storage.base.shard import MAX_OPTIMIZER_STATES, DType, Kind
 from storage.base.shown_sizes import least_size, shown_size
@@ -37,16 +37,13 @@ from storage.tiers.contract import Move, Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 
-# Tiles are cut at whole checksum blocks of the narrowest element type, so that the bytes of each tile can be verified
-# without those of its neighbours, in every element type.
-TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 21
 # The most elements that an optimizer kernel gets at a time. The bytes of such a part of a tile are verified, updated
 # and recorded while they are in the processor's cache. Where nothing is verified or recorded, a kernel gets the whole
 # tile, because threads wait for the interpreter's lock at each part.
 PART_ELEMENTS = 1 << 18
-# The bytes that a tile's buffer has for each element: the master weight and the optimizer states are fp32, and the
-# parameter has 16 bits.
+# The bytes that a tile's buffer has for each element: the master weight and the optimizer states are fp32 or encoded in
+# fewer bytes, and the parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 # The number of tile buffers. While one is filled by reads, the kernel works on another one, and two are written to
 # NVMe. The smallest host budgets have only two.
@@ -308,7 +305,7 @@ class Transformer:
         if not is_newest:
             self._hold_source(passage)
         if slab.backing is not None:
-            new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
+            new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step), slab.layout.block_bytes)
             passage.target = await undo.enter_async_context(new)
             undo.enter_context(slab.filling(passage.target))
             if not slab.at_home_in_host:
@@ -453,12 +450,14 @@ class Transformer:
         It is a part of the gradient's range in the arena. If the gradient is spilled, it is the tile's buffer for
         gradients, into which the part is read from the gradient's region.
         """
-        dtype, place = buffers.gradient.dtype, buffers.place
-        offset, nbytes = start * dtype.itemsize, round_up(numel * dtype.itemsize)
+        gradient, place = buffers.gradient, buffers.place
+        layout = layout_of(PLAIN, gradient.numel, gradient.dtype.itemsize)
+        span = _pages(layout.bytes_of(start, start + numel))
         if isinstance(place, ArenaRange):
-            return _Mapped(self._host.view(place)[offset : offset + nbytes], offset, dtype)
+            return _Mapped(self._host.view(place)[span], span.start, gradient.dtype, layout)
         assert buffers.of_gradient is not None, "a spilled gradient has a buffer of its own"
-        return _Mapped(self._host.view(buffers.of_gradient)[:nbytes], offset, dtype, source=place)
+        view = self._host.view(buffers.of_gradient)[: span.stop - span.start]
+        return _Mapped(view, span.start, gradient.dtype, layout, source=place)
 
     def _map(
         self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[_Passage]
@@ -467,17 +466,16 @@ class Transformer:
         mapped: list[_MappedSlab] = []
         used = 0
         for passage in passages:
-            itemsize = passage.slab.spec.dtype.itemsize
+            layout = passage.slab.layout
+            span = _pages(layout.bytes_of(start, start + numel))
             if passage.copy is not None:
-                base, offset = self._host.view(passage.copy.arena_range), start * itemsize
+                view = self._host.view(passage.copy.arena_range)[span]
             else:
                 assert range_ is not None, "a slab without a copy has a place in the buffer"
-                base, offset = self._host.view(range_), used
-                used += self._tiles.elements * itemsize
-            span = slice(start * itemsize, start * itemsize + round_up(numel * itemsize))
+                view = self._host.view(range_)[used : used + span.stop - span.start]
+                used += layout.bytes_of(0, self._tiles.elements).stop
             before = None if passage.before is None else self._host.view(passage.before.arena_range)[span]
-            view = base[offset : offset + round_up(numel * itemsize)]
-            mapped.append(_MappedSlab(passage, view, start * itemsize, before))
+            mapped.append((_EncodedSlab if layout.codec else _PlainSlab)(passage, view, span.start, before))
         return mapped
 
     def _finish(self, passage: _Passage, step: int) -> None:
@@ -505,11 +503,23 @@ def _are_in_memory(passages: Sequence[_Passage]) -> bool:
     return all(one.copy is not None and one.copy.at_home and one.target is None for one in passages)
 
 
+def _pages(span: slice) -> slice:
+    """Return the whole pages that begin with the bytes of a tile, which begins with a page."""
+    return slice(span.start, span.start + round_up(span.stop - span.start))
+
+
 class _Scratch(threading.local):
-    """One scratch tensor for each thread that runs kernels, so that it stays in that processor's cache."""
+    """Scratch tensors for each thread that runs kernels, so that they stay in that processor's cache."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(MAX_TILE_ELEMENTS, dtype=torch.float32)
+        self._decoded: dict[Kind, torch.Tensor] = {}
+
+    def decoded(self, kind: Kind) -> torch.Tensor:
+        """Return room for the decoded elements of one part of a tile."""
+        if kind not in self._decoded:
+            self._decoded[kind] = torch.empty(PART_ELEMENTS, dtype=torch.float32)
+        return self._decoded[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,20 +545,27 @@ class _Mapped:
     `source` is the region from which the bytes are read; None if they are in memory already.
     """
 
-    def __init__(self, view: memoryview, offset: int, dtype: DType, source: Region | None = None) -> None:
+    def __init__(
+        self, view: memoryview, offset: int, dtype: DType, layout: SlabLayout, source: Region | None = None
+    ) -> None:
         self.source = source
-        self.tensor = torch.frombuffer(view, dtype=dtype.torch)
         self._view = view
         self._offset = offset
-        self._itemsize = dtype.itemsize
+        self._dtype = dtype.torch
+        self._layout = layout
+
+    @cached_property
+    def elements(self) -> torch.Tensor:
+        """The elements of plain bytes, in the same memory."""
+        return torch.frombuffer(self._view, dtype=self._dtype)
 
     def move(self, region: Region, first: int, end: int | None) -> Move[Region]:
         """Return elements `[first, end)` of the tile as a move from or to a region.
 
         Without `end` the move goes to the end of the tile's last page.
         """
-        start = first * self._itemsize
-        stop = None if end is None else end * self._itemsize
+        start = self._layout.bytes_of(0, first).stop
+        stop = None if end is None else self._layout.bytes_of(first, end).stop
         return Move(region, self._offset + start, self._view[start:stop])
 
 
@@ -556,14 +573,55 @@ class _MappedSlab(_Mapped):
     """The bytes of one slab in one tile, with the regions that they are read from and written to."""
 
     def __init__(self, passage: _Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
-        super().__init__(view, offset, passage.slab.spec.dtype, passage.source)
+        super().__init__(view, offset, passage.slab.spec.dtype, passage.slab.layout, passage.source)
         self.passage = passage
         self.kind = passage.slab.key.kind
         self.target = passage.target
-        # The elements of the slab's old bytes, if the kernel writes its result to another copy than theirs; None if it
-        # works in place.
-        self.before = None if before is None else torch.frombuffer(before, dtype=passage.slab.spec.dtype.torch)
         self.begins_as_zeros = passage.reads and passage.slab.latest is None
+        # The slab's old bytes, if the kernel writes its result to another copy than theirs; None if it works in place.
+        self._before = before
+
+    def load(self, first: int, end: int, scratch: _Scratch) -> torch.Tensor:
+        """Return elements `[first, end)` of the tile, which the kernel changes: the old ones if it reads them."""
+        raise NotImplementedError
+
+    def store(self, first: int, end: int, elements: torch.Tensor) -> None:
+        """Put the elements that `load` returned, and the kernel has changed, into the bytes of the tile."""
+        raise NotImplementedError
+
+
+class _PlainSlab(_MappedSlab):
+    """The bytes of a plain slab, which a kernel works on in place."""
+
+    def load(self, first: int, end: int, scratch: _Scratch) -> torch.Tensor:
+        """Return the elements, in the memory of the tile; see `_MappedSlab.load`."""
+        elements = self.elements[first:end]
+        if self.begins_as_zeros:
+            elements.zero_()
+        elif self._before is not None:
+            elements.copy_(torch.frombuffer(self._before, dtype=self._dtype)[first:end])
+        return elements
+
+    def store(self, first: int, end: int, elements: torch.Tensor) -> None:
+        """Do nothing, because the elements are in the memory of the tile."""
+
+
+class _EncodedSlab(_MappedSlab):
+    """The bytes of an encoded slab, whose elements a kernel works on in scratch memory."""
+
+    def load(self, first: int, end: int, scratch: _Scratch) -> torch.Tensor:
+        """Decode the elements; see `_MappedSlab.load`."""
+        elements = scratch.decoded(self.kind)[: end - first]
+        if self.begins_as_zeros:
+            elements.zero_()
+        elif self.passage.reads:
+            old = self._view if self._before is None else self._before
+            self._layout.decode(old[self._layout.bytes_of(first, end)], elements)
+        return elements
+
+    def store(self, first: int, end: int, elements: torch.Tensor) -> None:
+        """Encode the elements; see `_MappedSlab.store`."""
+        self._layout.encode(elements, self._view[self._layout.bytes_of(first, end)])
 
 
 class _Parts:
@@ -587,7 +645,9 @@ class _Parts:
         self._gradient = gradient
         self._kernel = kernel
         self._scratch = scratch
-        in_memory = gradient.source is None and all(m.source is None and m.target is None for m in mapped)
+        in_memory = gradient.source is None and all(
+            m.source is None and m.target is None and isinstance(m, _PlainSlab) for m in mapped
+        )
         self._part = numel if in_memory else PART_ELEMENTS
 
     def end_of(self, first: int) -> int:
@@ -621,21 +681,18 @@ class _Parts:
                 # From here on the kernel may change the slab's host copy, so if the update fails, the copy no longer
                 # counts as the bytes of its step.
                 m.passage.kept_step = None
-            tensors = {m.kind: m.tensor[first:end] for m in self._mapped}
-            for m in self._mapped:
-                if m.begins_as_zeros:
-                    tensors[m.kind].zero_()
-                elif m.before is not None:
-                    tensors[m.kind].copy_(m.before[first:end])
+            tensors = {m.kind: m.load(first, end, self._scratch) for m in self._mapped}
             self._kernel(
                 UpdateTile(
                     start=self._start + first,
                     numel=end - first,
                     tensors=tensors,
-                    gradient=self._gradient.tensor[first:end],
+                    gradient=self._gradient.elements[first:end],
                     scratch=self._scratch.tensor[: end - first],
                 )
             )
+            for m in self._mapped:
+                m.store(first, end, tensors[m.kind])
             for region, offset, buffer in self.writes(first, end):
                 region.record(offset, buffer)
             first = end

@@ -15,7 +15,6 @@ from typing import Any
 from storage.base.integrity import BLOCK_BYTES
 from storage.base.shard import TierName
 from storage.base.waiting import finish_all, wait_out
-from storage.tiers.base import round_up
 from storage.tiers.contract import BackingTier, CopyRead, CopyTier, DurableTier, Move, Region, Tier
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
@@ -90,12 +89,14 @@ class BackingTiers:
             return None
         return placement if placement in self._tiers else self.durable.name
 
-    def new_version(self, home: TierName, nbytes: int, label: str) -> AbstractAsyncContextManager[Region]:
+    def new_version(
+        self, home: TierName, nbytes: int, label: str, block_bytes: int = BLOCK_BYTES
+    ) -> AbstractAsyncContextManager[Region]:
         """Allocate a region of the tier `home`, which the body of the `with` block fills.
 
         See `BackingTier.new_version`.
         """
-        return self._tiers[home].new_version(nbytes, label)
+        return self._tiers[home].new_version(nbytes, label, block_bytes)
 
     def hold(self, region: Region) -> None:
         """Keep a region's bytes until `free` was called once more for it; see `BackingTier.hold`."""
@@ -227,14 +228,16 @@ class BackingTiers:
             DamagedBlockError: the bytes of the region are damaged.
             DeviceError, BudgetExceededError: the bytes cannot be read, or cannot be written to another place.
         """
-        new_version: AbstractAsyncContextManager[Region] = self.durable.new_version(region.nbytes, region.label)
-        async with new_version as copy:
+        block = region.block_bytes
+        new: AbstractAsyncContextManager[Region] = self.durable.new_version(region.nbytes, region.label, block)
+        async with new as copy:
             if view is not None:
                 await self.durable.write_from(copy, 0, view)
                 return copy
-            buffer = memoryview(mmap.mmap(-1, min(_COPY_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
-            for offset in range(0, region.nbytes, _COPY_BYTES):
-                piece = buffer[: min(_COPY_BYTES, region.nbytes - offset)]
+            at_once = _COPY_BYTES // block * block
+            buffer = memoryview(mmap.mmap(-1, min(at_once, region.nbytes)))
+            for offset in range(0, region.nbytes, at_once):
+                piece = buffer[: min(at_once, region.nbytes - offset)]
                 await self.read_into(region, offset, piece, Priority.UPDATE)
                 await self.durable.write_from(copy, offset, piece)
         return copy

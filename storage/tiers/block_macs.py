@@ -33,23 +33,26 @@ class BlockMacs:
         self._cipher = AESGCM(AESGCM.generate_key(256))
         self._nonces = itertools.count()
 
-    def seal(self, label: str, offset: int, buffer: memoryview) -> bytes:
+    def seal(self, label: str, offset: int, buffer: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
         """Return for each block of `buffer` its seal: a new nonce and the MAC of the block, SEAL_BYTES together.
 
         Args:
             label: the name of the version, see `Slab.label`.
             offset: the byte of the version at which `buffer` begins, the beginning of a block.
             buffer: whole blocks; the last one may be short.
+            block_bytes: the size of a block, see `Region.block_bytes`.
         """
         seals = bytearray()
-        for number, block in _blocks(offset, buffer):
+        for number, block in _blocks(offset, buffer, block_bytes):
             nonce = next(self._nonces).to_bytes(_NONCE_BYTES, "little")
             seals += nonce + self._code(nonce, label, number, block)
         return bytes(seals)
 
-    def is_right(self, seals: memoryview, label: str, offset: int, buffer: memoryview) -> bool:
+    def is_right(
+        self, seals: memoryview, label: str, offset: int, buffer: memoryview, block_bytes: int = BLOCK_BYTES
+    ) -> bool:
         """Return whether `buffer` has the bytes for which `seal` returned `seals`, the blocks' nonces and MACs."""
-        for i, (number, block) in enumerate(_blocks(offset, buffer)):
+        for i, (number, block) in enumerate(_blocks(offset, buffer, block_bytes)):
             seal = seals[i * SEAL_BYTES : (i + 1) * SEAL_BYTES]
             if seal[_NONCE_BYTES:] != self._code(bytes(seal[:_NONCE_BYTES]), label, number, block):
                 return False
@@ -61,8 +64,6 @@ class BlockMacs:
         return self._cipher.encrypt(nonce, f"{number} {label}".encode(), block)[-16:]
 
 
-def _blocks(offset: int, buffer: memoryview) -> list[tuple[int, memoryview]]:
+def _blocks(offset: int, buffer: memoryview, size: int) -> list[tuple[int, memoryview]]:
     """Return each block of `buffer`, which begins at byte `offset` of the version, with its number there."""
-    first = offset // BLOCK_BYTES
-    starts = range(0, len(buffer), BLOCK_BYTES)
-    return [(first + i, buffer[start : start + BLOCK_BYTES]) for i, start in enumerate(starts)]
+    return [(offset // size + i, buffer[start : start + size]) for i, start in enumerate(range(0, len(buffer), size))]

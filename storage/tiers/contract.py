@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from storage.base.integrity import BLOCK_BYTES
 from storage.base.shard import TierName
 from storage.tiers.base import TierCounters
 from storage.tiers.extents import Extent
@@ -75,6 +76,11 @@ class Region(Protocol):
     @property
     def nbytes(self) -> int:
         """The size of the region in bytes, in whole pages."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes that one checksum covers, so that reads and writes are made of whole blocks; see `SlabLayout`."""
         ...
 
     @property
@@ -146,7 +152,9 @@ class BackingTier(Tier, Protocol[RegionT]):
         """
         ...
 
-    def new_version(self, nbytes: int, label: str) -> AbstractAsyncContextManager[RegionT]:
+    def new_version(
+        self, nbytes: int, label: str, block_bytes: int = BLOCK_BYTES
+    ) -> AbstractAsyncContextManager[RegionT]:
         """Allocate a region, which the body of the `with` block fills and gives to a slab.
 
         If the body fails or is cancelled, the region is freed:
@@ -154,6 +162,11 @@ class BackingTier(Tier, Protocol[RegionT]):
             async with tier.new_version(slab.nbytes, slab.label(step)) as region:
                 await tier.write_from(region, 0, view)
                 slab.add_version(step, region)
+
+        Args:
+            nbytes: the size of the region, which the tier rounds up to whole pages.
+            label: the name of the version, see `Slab.label`.
+            block_bytes: the bytes that one checksum covers, see `SlabLayout`.
 
         Raises:
             BudgetExceededError: there is no room for the version.
@@ -230,7 +243,9 @@ class DurableTier(BackingTier[RegionT], Protocol[RegionT]):
         """Return the region's extents and checksums for the catalog. Any thread may call this."""
         ...
 
-    def restored(self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int) -> RegionT:
+    def restored(
+        self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int, block_bytes: int
+    ) -> RegionT:
         """Return the region of a version that is in the catalog, from the values that `stored` returned."""
         ...
 

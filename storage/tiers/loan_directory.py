@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from storage.base.integrity import BLOCK_BYTES
 from storage.tiers.block_macs import SEAL_BYTES
 from storage.tiers.contract import Region
 from storage.tiers.free_runs import FreeRuns
@@ -30,6 +29,7 @@ class RemoteCopy:
 
     Attributes:
         offset, room_bytes: the first byte of the range in the loan, and its length.
+        block_bytes: the bytes that one checksum of the versions covers.
         next_use: the trace position at which the bytes are needed next.
         newest: the number of the version that was begun last.
         is_dropped: whether the range was freed, so that it may be another slab's by now.
@@ -37,6 +37,7 @@ class RemoteCopy:
 
     offset: int
     room_bytes: int
+    block_bytes: int
     next_use: float
     newest: int = 0
     is_dropped: bool = False
@@ -50,6 +51,10 @@ class RemoteCopy:
     def regions(self) -> tuple[Region, ...]:
         """The versions that may own blocks of the range: those that were begun and not forgotten."""
         return tuple(self._number_of)
+
+    def fits(self, region: Region) -> bool:
+        """Return whether a version has the size of the range, and its blocks."""
+        return self.room_bytes == region.nbytes and self.block_bytes == region.block_bytes
 
     def begin(self, region: Region) -> None:
         """Register a version as the newest one of the slab, before its bytes are sent. It owns no block yet."""
@@ -69,27 +74,27 @@ class RemoteCopy:
     def owns(self, region: Region, offset: int, nbytes: int) -> bool:
         """Return whether a version owns all blocks that have its bytes [offset, offset + nbytes)."""
         number = self._number_of.get(region)
-        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        first, end = offset // self.block_bytes, -(-(offset + nbytes) // self.block_bytes)
         return number is not None and self._owners.count(number, first, end) == end - first
 
     def take(self, offset: int, nbytes: int) -> None:
         """Leave whole blocks without an owner, because other bytes are about to be written to them."""
-        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        first, end = offset // self.block_bytes, -(-(offset + nbytes) // self.block_bytes)
         self._owners[first:end] = bytes(end - first)
 
     def put_seals(self, offset: int, seals: bytes) -> None:
         """Keep the nonces and MACs (`BlockMacs.seal`) of whole blocks from byte `offset` on, which will be sent."""
-        start = offset // BLOCK_BYTES * SEAL_BYTES
+        start = offset // self.block_bytes * SEAL_BYTES
         self._seals[start : start + len(seals)] = seals
 
     def seals_of(self, offset: int, nbytes: int) -> memoryview:
         """Return the nonces and MACs of the whole blocks that have bytes `[offset, offset + nbytes)` of the range."""
-        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        first, end = offset // self.block_bytes, -(-(offset + nbytes) // self.block_bytes)
         return memoryview(self._seals[first * SEAL_BYTES : end * SEAL_BYTES])
 
     def give(self, number: int, offset: int, nbytes: int) -> None:
         """Make the version with this number the owner of whole blocks, unless a newer version has begun meanwhile."""
-        first, end = offset // BLOCK_BYTES, -(-(offset + nbytes) // BLOCK_BYTES)
+        first, end = offset // self.block_bytes, -(-(offset + nbytes) // self.block_bytes)
         if number == self.newest:
             self._owners[first:end] = bytes((number,)) * (end - first)
 
@@ -131,7 +136,7 @@ class LoanDirectory:
             self._free.add(free_from, size_bytes)
         return dropped
 
-    def place(self, nbytes: int, next_use: float) -> tuple[RemoteCopy | None, list[RemoteCopy]]:
+    def place(self, nbytes: int, block_bytes: int, next_use: float) -> tuple[RemoteCopy | None, list[RemoteCopy]]:
         """Allocate a range for a slab. Return it, or None if there is no room, and the copies that were dropped for it.
 
         Copies are dropped only if their next use is farther away than `next_use`. Copies without a next use, such as
@@ -151,8 +156,8 @@ class LoanDirectory:
             index = self._free.lowest_fit(nbytes)
         if index is None:
             return None, dropped
-        copy = RemoteCopy(self._free.cut(index, nbytes), nbytes, next_use)
-        blocks = -(-nbytes // BLOCK_BYTES)
+        copy = RemoteCopy(self._free.cut(index, nbytes), nbytes, block_bytes, next_use)
+        blocks = -(-nbytes // block_bytes)
         copy._owners, copy._seals = bytearray(blocks), bytearray(blocks * SEAL_BYTES)
         self._copies[copy] = None
         self.used_bytes += nbytes

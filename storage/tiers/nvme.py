@@ -60,12 +60,17 @@ class NvmeRegion:
         return sum(extent.nbytes for extent in self.extents)
 
     @property
+    def block_bytes(self) -> int:
+        """The bytes that one checksum covers."""
+        return self.checksums.block_bytes
+
+    @property
     def blocks_are_whole(self) -> bool:
         """Whether every checksum block lies in one extent, so that each request can be verified by itself.
 
         If there was free space in short pieces only, a block may lie in several extents.
         """
-        return all(extent.nbytes % BLOCK_BYTES == 0 for extent in self.extents[:-1])
+        return all(extent.nbytes % self.block_bytes == 0 for extent in self.extents[:-1])
 
     @property
     def label(self) -> str:
@@ -197,7 +202,7 @@ class NvmeTier:
             )
         self._grow(need - sum(file.usable_bytes for file in self.files))
 
-    async def allocate(self, nbytes: int, label: str = "scratch") -> NvmeRegion:
+    async def allocate(self, nbytes: int, label: str = "scratch", block_bytes: int = BLOCK_BYTES) -> NvmeRegion:
         """Return a region of `nbytes` for the version `label`. The files grow if their free space is too small."""
         extents = self._place(nbytes)
         if extents is None:
@@ -209,19 +214,21 @@ class NvmeTier:
             extents = self._place(nbytes)
             assert extents is not None
         self.counters.moved_bytes += round_up(nbytes)
-        return NvmeRegion(self, extents, Checksums(label, round_up(nbytes)))
+        return NvmeRegion(self, extents, Checksums(label, round_up(nbytes), block_bytes))
 
     def stored(self, region: NvmeRegion) -> tuple[tuple[Extent, ...], bytes]:
         """Return the region's extents and checksums, for the catalog; callable on any thread."""
         return region.extents, region.checksums.dump()
 
-    def restored(self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int) -> NvmeRegion:
+    def restored(
+        self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int, block_bytes: int
+    ) -> NvmeRegion:
         """Return the region of a version that is in the catalog, from the values that `stored` returned.
 
         Raises:
             DataLossError: the checksums do not fit `nbytes`, which are whole pages.
         """
-        return NvmeRegion(self, extents, Checksums(label, nbytes, checksums))
+        return NvmeRegion(self, extents, Checksums(label, nbytes, block_bytes, checksums))
 
     def is_damaged(self, region: NvmeRegion) -> bool:
         """Return whether the region has pages that were found damaged and are never used again."""
@@ -239,7 +246,7 @@ class NvmeTier:
         return sum(part.nbytes for extent in self.bad for part in without(extent, extents))
 
     @contextlib.asynccontextmanager
-    async def new_version(self, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
+    async def new_version(self, nbytes: int, label: str, block_bytes: int = BLOCK_BYTES) -> AsyncIterator[NvmeRegion]:
         """Allocate a region, which the body of the `with` block fills and gives to a slab.
 
         If the body fails or is cancelled, the region is freed:
@@ -248,10 +255,15 @@ class NvmeTier:
                 await nvme.write_from(region, 0, view)
                 slab.add_version(step, region)
 
+        Args:
+            nbytes: the size of the region, which the tier rounds up to whole pages.
+            label: the name of the version, see `Slab.label`.
+            block_bytes: the bytes that one checksum covers, see `SlabLayout`.
+
         Raises:
             BudgetExceededError, DiskFullError: there is no room for the version.
         """
-        region = await self.allocate(nbytes, label)
+        region = await self.allocate(nbytes, label, block_bytes)
         self._new.add(region)
         try:
             yield region
@@ -533,10 +545,10 @@ def _pieces(move: Move[NvmeRegion]) -> Iterator[tuple[Extent, int, memoryview]]:
     region, offset, buffer = move
     if offset + len(buffer) > region.nbytes:
         raise ValueError(f"a move of {len(buffer)} bytes at {offset} leaves its region of {region.nbytes} bytes")
-    done = 0
+    done, most = 0, REQUEST_BYTES // region.block_bytes * region.block_bytes
     for extent in overlapping(region.extents, offset, len(buffer)):
-        for start in range(0, extent.nbytes, REQUEST_BYTES):
-            length = min(REQUEST_BYTES, extent.nbytes - start)
+        for start in range(0, extent.nbytes, most):
+            length = min(most, extent.nbytes - start)
             place = Extent(extent.offset + start, length, extent.file)
             yield place, offset + done, buffer[done : done + length]
             done += length

@@ -282,7 +282,7 @@ class RemoteTier:
     def _find_right(self, filled: Sequence[RemoteRead], seals: Sequence[memoryview], *, verified: bool) -> list[bool]:
         """Return for each read whether its bytes are those that were sent. The caller runs this on another thread."""
         return [
-            self._macs.is_right(seal, move.region.label, move.offset, move.buffer) and (not verified or _is_right(move))
+            self._macs.is_right(seal, *_sealed(move)) and (not verified or _is_right(move))
             for (move, _, _), seal in zip(filled, seals, strict=True)
         ]
 
@@ -378,7 +378,7 @@ class RemoteTier:
             # The blocks that are sent have no owner until the lender has acknowledged them, because their old bytes in
             # the loan are overwritten. So they are not read from the lender meanwhile.
             copy.take(move.offset, len(move.buffer))
-            seals = await asyncio.to_thread(self._macs.seal, move.region.label, move.offset, move.buffer)
+            seals = await asyncio.to_thread(self._macs.seal, *_sealed(move))
             if copy.newest == number:
                 copy.put_seals(move.offset, seals)
             for address, offset, piece in _spans(copy, move):
@@ -448,8 +448,14 @@ class RemoteTier:
 
 def _spans(copy: RemoteCopy, move: Move[Region]) -> Iterator[tuple[int, int, memoryview]]:
     """Cut a move into spans; yield for each its address in the loan, its offset in the version, and its buffer."""
-    for start in range(0, len(move.buffer), SPAN_BYTES):
-        yield copy.offset + move.offset + start, move.offset + start, move.buffer[start : start + SPAN_BYTES]
+    size = SPAN_BYTES // copy.block_bytes * copy.block_bytes
+    for start in range(0, len(move.buffer), size):
+        yield copy.offset + move.offset + start, move.offset + start, move.buffer[start : start + size]
+
+
+def _sealed(move: Move[Region]) -> tuple[str, int, memoryview, int]:
+    """Return what the seals of a move's blocks cover, as the arguments of `BlockMacs.seal`."""
+    return move.region.label, move.offset, move.buffer, move.region.block_bytes
 
 
 def _is_right(move: Move[Region]) -> bool:

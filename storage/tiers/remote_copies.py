@@ -52,14 +52,14 @@ class RemoteCopies:
         if region in self._where:
             return True
         found = None if instead_of is None else self._where.get(instead_of)
-        if found is not None and found[0].is_used and found[1].room_bytes == region.nbytes:
+        if found is not None and found[0].is_used and found[1].fits(region):
             source, copy = found
             copy.next_use = next_use
             for other in copy.regions:
                 if other is not instead_of:
                     self.forget(other)
         else:
-            placed = self._place(region.nbytes, next_use)
+            placed = self._place(region.nbytes, region.block_bytes, next_use)
             if placed is None:
                 return False
             source, copy = placed
@@ -67,12 +67,12 @@ class RemoteCopies:
         self._where[region] = source, copy
         return True
 
-    def _place(self, nbytes: int, next_use: float) -> tuple[Source, RemoteCopy] | None:
+    def _place(self, nbytes: int, block_bytes: int, next_use: float) -> tuple[Source, RemoteCopy] | None:
         now = asyncio.get_running_loop().time()
         sources = [source for source in self._sources if source.is_used and source.full_until <= now]
         sources.sort(key=lambda source: source.directory.used_bytes - source.directory.size_bytes)
         for source in sources:
-            copy, dropped = source.directory.place(nbytes, next_use)
+            copy, dropped = source.directory.place(nbytes, block_bytes, next_use)
             for other in dropped:
                 self._counters.demotions += 1
                 self.forget_dropped(other)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 
 from storage.base import syscalls
+from storage.base.integrity import BLOCK_BYTES
 from storage.memory.host_cache import HostCache
 from storage.memory.scratch import ScratchRanges
 from storage.state.slab import NEVER, HostCopy, Slab
@@ -46,8 +47,10 @@ def _forget_new_versions() -> None:
     """Leak the extents of a version whose write is cancelled or fails."""
 
     @contextlib.asynccontextmanager
-    async def forgetful(self: NvmeTier, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
-        yield await self.allocate(nbytes, label)
+    async def forgetful(
+        self: NvmeTier, nbytes: int, label: str, block_bytes: int = BLOCK_BYTES
+    ) -> AsyncIterator[NvmeRegion]:
+        yield await self.allocate(nbytes, label, block_bytes)
 
     NvmeTier.new_version = forgetful  # type: ignore[method-assign]
 

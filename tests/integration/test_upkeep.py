@@ -118,7 +118,7 @@ def test_prefetch_shows_the_window_of_each_client(daemon: Daemon, clients: Clien
     queue = admin_json(daemon.address, "prefetch")
     assert queue["in_flight_bytes"] == queue["running"] == queue["waiting"] == 0
     (fetched,) = [entry for entry in queue["jobs"] if entry["job"] == job]
-    assert fetched["bytes"] == sum(rank.layout.group(group).slab_bytes(Kind.PARAM) for group in rank.groups)
+    assert fetched["bytes"] == sum(rank.layout.group(group).layout(Kind.PARAM).nbytes for group in rank.groups)
     assert job in admin(daemon.address, "prefetch")
 
 

@@ -44,8 +44,10 @@ FLOORS = {
     ),
     "storage/base": (
         "__init__ config errors failpoints fair_queue position_lock shown_sizes slices tune_interpreter waiting",
-        "integrity shard syscalls",
-        "open_files threads tracing",
+        "integrity syscalls",
+        "codec open_files",
+        "shard",
+        "threads tracing",
     ),
     "storage/state": (
         "__init__ slab",

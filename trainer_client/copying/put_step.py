@@ -21,11 +21,11 @@ from typing import Any, Self
 import torch
 import xxhash
 
-from paramserver.contract.capabilities import SETTLED_STEPS
+from paramserver.contract.capabilities import CODECS, SETTLED_STEPS
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from trainer_client.client.store_client.connection import Call, Connection, StoreSession
-from trainer_client.client.store_client.staging import Content, commit_step, put_slabs, registrations
+from trainer_client.client.store_client.staging import Content, codecs_of, commit_step, put_slabs, registrations
 from trainer_client.client.transport.channel import (
     COMMIT_DEADLINE_SECONDS,
     CONTROL_DEADLINE_SECONDS,
@@ -441,6 +441,11 @@ class _Putting:
             for session in sessions:
                 session.call("BeginLayout", pb.BeginLayoutRequest(first_step=step.step), call)
         for registration in registrations(self._step.groups()):
+            if CODECS not in sessions[0].capabilities and (codecs := codecs_of(registration.groups)):
+                raise CopyError(
+                    f"job {step.job!r} has codec {min(codecs)}, and {self._target.address} is of an earlier release "
+                    f"without {CODECS}; upgrade that daemon first"
+                )
             sessions[0].call("RegisterShards", registration, call)
 
     def _already_put(self, session: StoreSession, wanted: Sequence[StoredSlab]) -> set[tuple[str, int]]:

@@ -23,6 +23,7 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base import syscalls
+from storage.base.codec import PLAIN
 from storage.base.config import EngineConfig
 from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
@@ -35,6 +36,7 @@ from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import BackingTier, CopyTier, Region
 from storage.tiers.extents import unused_runs
 from storage.tiers.nvme import NvmeRegion
+from tests.unit.storage.root_codec import rounded
 
 # OpenMP's threads spin while they wait for each other. On a busy machine a step of the reference would take seconds.
 torch.set_num_threads(1)
@@ -96,6 +98,8 @@ class Layout:
     weights: TierName = TierName.NVME
     moments: TierName = TierName.NVME
     gradients: TierName = TierName.HOST
+    # The codec of the moments: PLAIN, or that of root_codec.py.
+    codec: str = PLAIN
     every_steps: int = 1
     world_size: int = 1
     # Whether each shard has no gradient in every fourth step.
@@ -133,6 +137,7 @@ class Layout:
                 kind=kind,
                 dtype=self.dtype(kind),
                 placement=self.moments if kind in OPTIMIZER_STATES else self.weights,
+                codec=self.codec if kind in OPTIMIZER_STATES else PLAIN,
             )
             for kind in self.kinds
         ]
@@ -237,6 +242,9 @@ class Reference:
             optimizer.param_groups[0] |= adamw | {"betas": betas}
             weight.grad = self.gradient(step, group, index).float() * GRAD_SCALE
             optimizer.step()
+            if layout.codec != PLAIN:
+                for name in OPTIMIZER_STATES.values():
+                    optimizer.state[weight][name].copy_(rounded(optimizer.state[weight][name]))
         return weight
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.base.errors import BudgetExceededError, NotFoundError
+from storage.base.integrity import BLOCK_BYTES
 from storage.base.shard import TierName
 from storage.tiers.base import TierCounters, round_up
 from storage.tiers.contract import Move
@@ -30,6 +31,7 @@ class FolderRegion:
     path: Path
     label: str
     nbytes: int
+    block_bytes: int
     holders: int = 1
     doubtful: bool = False
 
@@ -72,17 +74,17 @@ class FolderTier:
         if self.used_bytes + round_up(nbytes) > self.budget_bytes:
             raise BudgetExceededError(f"gpu_budget {self.budget_bytes} is too small: {self.used_bytes} are used")
 
-    async def allocate(self, nbytes: int, label: str = "scratch") -> FolderRegion:
+    async def allocate(self, nbytes: int, label: str = "scratch", block_bytes: int = BLOCK_BYTES) -> FolderRegion:
         self.reserve(nbytes)
         self.used_bytes += round_up(nbytes)
         self.counters.moved_bytes += round_up(nbytes)
         path = self._folder / str(next(self._numbers))
         path.write_bytes(b"")
-        return FolderRegion(self, path, label, round_up(nbytes))
+        return FolderRegion(self, path, label, round_up(nbytes), block_bytes)
 
     @contextlib.asynccontextmanager
-    async def new_version(self, nbytes: int, label: str) -> AsyncIterator[FolderRegion]:
-        region = await self.allocate(nbytes, label)
+    async def new_version(self, nbytes: int, label: str, block_bytes: int = BLOCK_BYTES) -> AsyncIterator[FolderRegion]:
+        region = await self.allocate(nbytes, label, block_bytes)
         self._new.add(region)
         try:
             yield region

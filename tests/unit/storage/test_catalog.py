@@ -326,7 +326,7 @@ STEP_3 = "job 'job', step 3,"
         ("DELETE FROM meta WHERE key = 'digest'", "the list of its jobs"),
         ("DROP TABLE files", "its tables have changed"),
         ("CREATE TRIGGER t AFTER INSERT ON commits BEGIN DELETE FROM commits; END", "its tables have changed"),
-        ("INSERT INTO slabs VALUES (99, 99, 'param', 'float32', 'nvme')", "refer to others that are not there"),
+        ("INSERT INTO slabs VALUES (99, 99, 'param', 'float32', 'nvme', NULL)", "refer to others that are not there"),
     ],
 )
 def test_a_row_that_is_not_what_was_stored_is_data_loss(

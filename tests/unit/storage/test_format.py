@@ -17,14 +17,18 @@ import pytest
 import torch
 import xxhash
 
-from storage.base import failpoints, integrity
+from storage.base import codec, failpoints
+from storage.base.codec import layout_of
 from storage.base.errors import LAST_READER, FormerFormatError
 from storage.base.failpoints import Failpoint
 from storage.base.shard import DType, TierName
 from storage.catalog.catalog import Catalog
 from tests.unit.storage.builders import TILED, Layout, Training, opened, quiesce, reference_of
+from tests.unit.storage.root_codec import ROOT
 
 PAGE, BLOCK = 4096, 131072
+# The elements and the bytes of a record of the only codec that the stores of these tests have.
+RECORD = 65536, 81920
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -79,10 +83,11 @@ class StrangersReader:
         by_id = {row[0]: row for row in groups.fetchall()}
         slabs = [
             slab
-            for slab in self.db.execute("SELECT id, grp, kind, dtype, placement FROM slabs ORDER BY id").fetchall()
+            for slab in self.db.execute("SELECT id, grp, kind, dtype, placement, codec FROM slabs ORDER BY id")
             if slab[1] in by_id
         ]
-        layout = d([d(flat(by_id.values())), d(flat(slabs))])
+        covered_slabs = (slab if slab[-1] is not None else slab[:-1] for slab in slabs)
+        layout = d([d(flat(by_id.values())), d(flat(covered_slabs))])
         checksums, places = self.read_manifests(job, name)
         commits = []
         for step, committed_at, digest in self.db.execute(
@@ -95,13 +100,13 @@ class StrangersReader:
             assert digest == d([row, layout, step, committed_at, d(flat(states)), until])
             self.states[name, step] = dict(states)
             commits.append((step, digest))
-            for slab, group, kind, dtype, _ in slabs:
+            for slab, group, kind, dtype, _, codec_name in slabs:
                 if kind != "grad":
                     version = max((s for s in places.get(slab, {}) if s <= step), default=None)
                     place = None if version is None else places[slab][version]
                     holder = "\n".join(filter(None, name.split("\n")[:2]))
                     label = f"{holder}/{by_id[group][1]}/{kind} at step {version}"
-                    tensor = self.read_slab(label, place, by_id[group][2], TORCH[dtype])
+                    tensor = self.read_slab(label, place, by_id[group][2], TORCH[dtype], codec_name)
                     self.slabs[name, step, by_id[group][1], kind] = tensor
         assert settled is None or settled in dict(commits)
         covered = [row, layout, d(flat(commits)), d(flat(checksums))]
@@ -128,21 +133,37 @@ class StrangersReader:
             assert not extents and not blocks
         return checksums, places
 
-    def read_slab(self, label: str, place: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def read_slab(self, label: str, place: Any, numel: int, dtype: torch.dtype, codec_name: str | None) -> torch.Tensor:
         if place is None:
             return torch.zeros(numel, dtype=dtype)
         region = b""
         for offset, nbytes, file in place[0]:
             assert offset % PAGE == nbytes % PAGE == 0 and offset + nbytes <= len(self.files[file])
             region += self.files[file][offset : offset + nbytes]
-        assert len(region) == -(-numel * dtype.itemsize // PAGE) * PAGE
+        elements, nbytes = RECORD
+        if codec_name is None:
+            block, size = BLOCK, -(-numel * dtype.itemsize // PAGE) * PAGE
+        else:
+            assert codec_name == "test-root8"
+            block, size = nbytes, -(-numel // elements) * nbytes
+        assert len(region) == size
         seed = xxhash.xxh3_64_intdigest(label.encode())
         found = [
-            xxhash.xxh3_64_intdigest(region[start : start + BLOCK], seed=(seed + i) % (1 << 64))
-            for i, start in enumerate(range(0, len(region), BLOCK))
+            xxhash.xxh3_64_intdigest(region[start : start + block], seed=(seed + i) % (1 << 64))
+            for i, start in enumerate(range(0, len(region), block))
         ]
         assert found == place[1], label
-        return torch.frombuffer(bytearray(region), dtype=dtype)[:numel]
+        if codec_name is None:
+            return torch.frombuffer(bytearray(region), dtype=dtype)[:numel]
+        records = [self.decode_record(region[start : start + nbytes]) for start in range(0, size, nbytes)]
+        return torch.cat(records)[:numel]
+
+    def decode_record(self, record: bytes) -> torch.Tensor:
+        """Return the elements of a record of the codec of these tests: signed levels of roots, below their largest."""
+        codes = np.frombuffer(record, np.int8, RECORD[0]).astype(np.float32).reshape(-1, 16)
+        largest = np.frombuffer(record, "<f4", offset=RECORD[0])[:, None]
+        roots = np.abs(codes) / np.float32(127) * largest
+        return torch.from_numpy(roots * roots * np.sign(codes)).flatten()
 
 
 def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], idle: Iterable[str] = ()) -> None:
@@ -165,8 +186,9 @@ def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], 
         (DType.FLOAT32, {}),
         (DType.BFLOAT16, {"moments": TierName.HOST}),
         (DType.FLOAT16, {"weights": TierName.HOST, "moments": TierName.HOST}),
+        (DType.BFLOAT16, {"codec": ROOT.name}),
     ],
-    ids=["fp32 nvme", "bf16 mixed", "fp16 host"],
+    ids=["fp32 nvme", "bf16 mixed", "fp16 host", "encoded"],
 )
 async def test_a_reader_written_from_the_page_finds_every_retained_step(
     tmp_path: Path, precision: DType, placements: dict[str, Any]
@@ -249,6 +271,7 @@ async def write_format_5(directory: Path) -> None:
             catalog.set_settled(job.spec.stored_as, None)
     with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
         db.execute("ALTER TABLE jobs DROP COLUMN settled")
+        db.execute("ALTER TABLE slabs DROP COLUMN codec")
         db.execute("UPDATE meta SET value = '5' WHERE key = 'format_version'")
         rows = [
             db.execute(f"SELECT {columns} FROM {table} ORDER BY {order}").fetchall()
@@ -319,9 +342,11 @@ def test_a_format_before_5_is_refused_with_the_commit_that_reads_it(tmp_path: Pa
 
 async def test_small_blocks_of_formats_before_4_are_refused_also_in_a_later_catalog(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "BLOCK_BYTES", 16384)
+        patch.setattr(codec, "BLOCK_BYTES", 16384)
+        layout_of.cache_clear()
         async with opened(tmp_path) as engine:
             await Training(engine, Layout()).begin()
+    layout_of.cache_clear()
     with pytest.raises(FormerFormatError, match=f"at step 0 has [0-9]+ checksums for [0-9]+ bytes.*{HOW_TO_READ}"):
         async with opened(tmp_path):
             pass

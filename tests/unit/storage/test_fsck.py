@@ -88,7 +88,9 @@ async def test_versions_over_each_other_are_named(tmp_path: Path) -> None:
     await stored(tmp_path / "state")
     extents = [(Extent(0, 8192),), (Extent(4096, 8192),), (Extent(12288, 4096),)]
     versions = [
-        fsck.StoredBytes(label=f"{name} at step 1", nbytes=8192, extents=places, checksums=b"", fqns=())
+        fsck.StoredBytes(
+            label=f"{name} at step 1", nbytes=8192, block_bytes=4096, extents=places, checksums=b"", fqns=()
+        )
         for name, places in zip("abc", extents, strict=True)
     ]
     with (tmp_path / "state/data.0").open("rb") as file:

@@ -227,7 +227,7 @@ async def test_a_store_with_a_damaged_catalog_is_refused_or_has_exactly_what_was
 
 def test_checksums_that_do_not_fit_their_region_are_of_a_former_format() -> None:
     with pytest.raises(FormerFormatError, match=f"a slab has 1 checksums for {2 * BLOCK_BYTES} bytes, and not 2"):
-        Checksums("a slab", 2 * BLOCK_BYTES, bytes(8))
+        Checksums("a slab", 2 * BLOCK_BYTES, stored=bytes(8))
 
 
 def test_parts_of_blocks_cannot_be_verified() -> None:

@@ -367,13 +367,13 @@ def test_a_rate_begins_anew_with_what_the_counters_are() -> None:
 async def test_copies_that_are_needed_last_give_way_and_states_do_not_push_each_other_out(tmp_path: Path) -> None:
     directory = LoanDirectory()
     directory.resize(4 * BLOCK_BYTES)
-    late, _ = directory.place(2 * BLOCK_BYTES, 9.0)
-    state, _ = directory.place(2 * BLOCK_BYTES, NEVER)
+    late, _ = directory.place(2 * BLOCK_BYTES, BLOCK_BYTES, 9.0)
+    state, _ = directory.place(2 * BLOCK_BYTES, BLOCK_BYTES, NEVER)
     assert late is not None and state is not None
-    assert directory.place(BLOCK_BYTES, NEVER) == (None, [])
-    soon, dropped = directory.place(BLOCK_BYTES, 1.0)
+    assert directory.place(BLOCK_BYTES, BLOCK_BYTES, NEVER) == (None, [])
+    soon, dropped = directory.place(BLOCK_BYTES, BLOCK_BYTES, 1.0)
     assert dropped == [state] and state.is_dropped and soon is not None
-    second, dropped = directory.place(2 * BLOCK_BYTES, 2.0)
+    second, dropped = directory.place(2 * BLOCK_BYTES, BLOCK_BYTES, 2.0)
     assert dropped == [late] and second is not None
     assert directory.used_bytes == 3 * BLOCK_BYTES
     assert directory.resize(2 * BLOCK_BYTES) == [soon]

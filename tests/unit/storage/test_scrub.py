@@ -125,3 +125,11 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
         engine.nvme.free(region)
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         assert engine.nvme.bad_bytes == BLOCK_BYTES, "also after a restart"
+
+
+async def test_a_version_that_is_smaller_than_a_block_is_verified_in_one_read(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(numels=(17,))).begin()
+        region = on_nvme(training.job.slab("block.0", Kind.PARAM).versions[0])
+        assert region.nbytes < BLOCK_BYTES
+        assert [found async for found in engine.scrubber.verify(region)] == [(region.nbytes, None)]

@@ -24,6 +24,11 @@ _SHARDS_A_REQUEST = 16_384
 Content = Iterable[tuple[int, torch.Tensor]]
 
 
+def codecs_of(groups: Iterable[pb.ShardGroup]) -> set[str]:
+    """Return the names of the codecs that encode slabs of the groups. A store without `CODECS` would not see them."""
+    return {kind.codec for group in groups for kind in group.kinds} - {""}
+
+
 def registrations(groups: Iterable[pb.ShardGroup]) -> Iterator[pb.RegisterShardsRequest]:
     """Yield the requests that declare a job's shard groups to the store.
 

@@ -20,7 +20,7 @@ from paramserver.rpc import convert
 from paramserver.rpc.status import status_code
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base import errors
-from storage.base.errors import InvalidRequestError
+from storage.base.errors import InvalidRequestError, NewerFormatError
 from storage.base.shard import DType, Durability, Kind, TierName
 
 HUGE = (1 << 64) - 1
@@ -213,6 +213,17 @@ def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) 
 def test_a_malformed_group_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         convert.group_spec(shard_group(**changes))
+
+
+def test_a_codec_that_is_not_known_is_refused_by_name() -> None:
+    state = pb.KindSpec(kind=pb.KIND_EXP_AVG, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_HOST)
+    for codec, refused, named in (
+        ("int3", NewerFormatError, "written by a newer release, or asked for by one: codec 'int3'"),
+        ("x" * 5000, InvalidRequestError, "codec of group 'unit"),
+    ):
+        state.codec = codec
+        with pytest.raises(refused, match=named):
+            convert.group_spec(shard_group(kinds=[*kinds("PARAM", "MASTER", "EXP_AVG_SQ", "GRAD"), state]))
 
 
 def test_groups_lie_inside_the_parameters_of_their_job() -> None:
