@@ -137,6 +137,10 @@ def _parse_steps(value: Any) -> int | str:
     return int(value)
 
 
+def _parse_warmup_steps(value: Any) -> int | str:
+    return 0 if value == 0 and not isinstance(value, bool) else _parse_steps(value)
+
+
 # The types of a schedule's parameters in the config. All but `Values` also accept "auto", which Accelerate and
 # transformers replace.
 Values = Annotated[float | tuple[float, ...], PlainValidator(_parse_values)]
@@ -145,6 +149,8 @@ OptimizersOrValues = Annotated[Values | None, BeforeValidator(lambda value: None
 # A number of optimizer steps. It may be "auto" as long as no schedule is made of it, because Hugging Face's tools often
 # pass a schedule of their own beside a config with "auto".
 StepCount = Annotated[int | str, PlainValidator(_parse_steps)]
+# A number of steps of a warm-up, which may also be 0: see Warmup.
+WarmupStepCount = Annotated[int | str, PlainValidator(_parse_warmup_steps)]
 
 
 class ScheduleSection(Section):

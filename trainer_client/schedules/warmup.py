@@ -17,15 +17,17 @@ class Warmup:
         steps: the number of steps, which is at least 2.
 
     Args:
-        steps: the number of steps.
+        steps: the number of steps. 0 and 1 count as 2, as in DeepSpeed before 0.19.6. That release refuses 0, which
+            Accelerate's users and older versions of transformers write for a run without a warm-up.
         kind: whether the increase is logarithmic or linear.
 
     Raises:
-        ValueError: the number of steps is not a positive integer, or there is no increase of that kind.
+        ValueError: the number of steps is no integer of at least 0, or there is no increase of that kind.
     """
 
     def __init__(self, steps: int, kind: str) -> None:
-        require_positive("warmup_num_steps", steps)
+        if steps != 0 or isinstance(steps, bool):
+            require_positive("warmup_num_steps", steps)
         if kind not in get_args(WarmupType):
             raise ValueError(f"warmup_type = {kind!r} is unknown: write 'log' or 'linear'")
         self.steps = max(2, steps)

@@ -8,7 +8,14 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat
 from torch.optim import Optimizer
 
-from trainer_client.schedules.schedule import DeepSpeedSection, ParamsSection, Schedule, ScheduleRecord, StepCount
+from trainer_client.schedules.schedule import (
+    DeepSpeedSection,
+    ParamsSection,
+    Schedule,
+    ScheduleRecord,
+    StepCount,
+    WarmupStepCount,
+)
 from trainer_client.schedules.warmup import Warmup, WarmupType
 from trainer_client.schedules.warmup_decay_lr import warn_of_short_run
 
@@ -77,7 +84,7 @@ class WarmupCosineLRParams(ParamsSection):
 
     total_num_steps: StepCount = Field(description="Optimizer steps of the whole run.")
     warmup_min_ratio: NonNegativeFloat = Field(default=0.0, description="Part of the optimizer's rate at the start.")
-    warmup_num_steps: StepCount = Field(default=1000, description="Optimizer steps of the warm-up.")
+    warmup_num_steps: WarmupStepCount = Field(default=1000, description="Optimizer steps of the warm-up.")
     cos_min_ratio: NonNegativeFloat = Field(default=0.0001, description="Part of the optimizer's rate at the end.")
     warmup_type: WarmupType = Field(default="log", description="How the rate rises: `log` or `linear`.")
 

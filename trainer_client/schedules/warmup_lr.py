@@ -14,7 +14,7 @@ from trainer_client.schedules.schedule import (
     PerGroup,
     Schedule,
     ScheduleRecord,
-    StepCount,
+    WarmupStepCount,
     ZeroOrValues,
     spread,
 )
@@ -78,7 +78,7 @@ class WarmupLRParams(ParamsSection):
         default=None,
         description='Rate after the warm-up; a list has one for each parameter group. null, "auto": the optimizer\'s.',
     )
-    warmup_num_steps: StepCount = Field(default=1000, description="Optimizer steps of the warm-up.")
+    warmup_num_steps: WarmupStepCount = Field(default=1000, description="Optimizer steps of the warm-up.")
     warmup_type: WarmupType = Field(default="log", description="How the rate rises: `log` or `linear`.")
 
 

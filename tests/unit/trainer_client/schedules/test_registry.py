@@ -120,7 +120,8 @@ def test_all_ranks_must_have_the_same_schedule() -> None:
             {"type": "WarmupLR", "params": {"warmup_num_step": 1}},
             ["scheduler.params.warmup_num_step", "warmup_num_steps?"],
         ),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, ["scheduler.params.warmup_num_steps = 0"]),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": -1}}, ["scheduler.params.warmup_num_steps = -1"]),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}, ["scheduler.params.total_num_steps = 0"]),
         (
             {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
             ["scheduler.params.warmup_type", "'log' or 'linear'"],

@@ -19,7 +19,9 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from trainer_client import schedules
+from trainer_client.config.loading import load_config
 from trainer_client.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from trainer_client.schedules.registry import make_schedule
 from trainer_client.schedules.schedule import Schedule
 
 VALUES = Path(__file__).with_name("deepspeed_values.json")
@@ -261,10 +263,28 @@ def test_a_run_that_ends_within_its_warm_up_is_named(caplog: pytest.LogCaptureFi
     assert "total_num_steps 3 is less than warmup_num_steps 7" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_warm_up_of_less_than_two_steps_is_one_of_two(name: str, count: int) -> None:
+    """Before 0.19.6, which refuses 0, DeepSpeed had max(2, warmup_num_steps)."""
+
+    def seen(warmup_num_steps: int) -> list[tuple[list[float], list[float]]]:
+        arguments = {} if name == "WarmupLR" else {"total_num_steps": 5}
+        params = {"type": name, "params": {**arguments, "warmup_num_steps": warmup_num_steps}}
+        section = load_config({"train_batch_size": 1, "scheduler": params}, {}).scheduler
+        assert section is not None
+        optimizer = make_optimizer()
+        schedule = make_schedule(section, optimizer)
+        assert isinstance(schedule, Schedule)
+        return steps_of(optimizer, schedule, 4)
+
+    assert seen(count) == seen(2)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps = 0"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps = -1"),
         ("WarmupLR", {"warmup_num_steps": 1.5}, "warmup_num_steps = 1.5"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_type": "cubic"}, "warmup_type = 'cubic'.*'log' or 'linear'"),
         ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "warmup_max_lr has 2 values.*1 parameter groups"),
