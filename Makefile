@@ -116,6 +116,10 @@ upgrades: COMMIT ?= 1d4b4400
 upgrades: venv ## Train with trainers and daemons of this commit and of an earlier one, mixed, and compare the bits (COMMIT=1d4b4400)
 	$(BIN)/python -m tests.faults.upgrades $(COMMIT)
 
+ranks: N ?= 128
+ranks: venv ## Count the sockets of N ranks on this machine (N=128, some 8 GB)
+	$(BIN)/python -m pytest tests/integration/test_many_ranks.py --many-ranks $(N)
+
 busy: N ?= 3600
 busy: venv ## Have ranks watch each other on busy cores and a slow link for N seconds, and look for a false verdict (root; N=3600)
 	$(BIN)/python -m pytest tests/integration/test_silent_nodes.py -k busy --busy-seconds $(N) --timeout 0 -o faulthandler_timeout=0

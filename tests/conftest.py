@@ -146,6 +146,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "with the product's own time after which a rank counts as silent; by default 12 s, with a shorter one",
     )
     parser.addoption(
+        "--many-ranks",
+        type=int,
+        default=16,
+        help="tests/integration/test_many_ranks.py: the number of ranks whose sockets are counted, a power of two",
+    )
+    parser.addoption(
         "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"
     )
 

@@ -43,7 +43,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, hard))
     before = sockets()
     with ExitStack() as processes:
-        _, device = join_processes(load_config({"train_batch_size": 64}, {}, set()), None, 0, processes)
+        _, device = join_processes(load_config({"train_batch_size": 1024}, {}, set()), None, 0, processes)
         collectives = Collectives(device, timeout_seconds=100.0)
         processes.callback(collectives.close)
         made = sockets()
