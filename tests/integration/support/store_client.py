@@ -300,6 +300,7 @@ def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:
                 kind=vocabulary.KIND_TO_WIRE[slab.kind],
                 dtype=vocabulary.DTYPE_TO_WIRE[slab.dtype],
                 placement=vocabulary.TIER_TO_WIRE[slab.placement],
+                codec=slab.codec,
             )
             for slab in spec.slabs
         ],
