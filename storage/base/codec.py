@@ -10,6 +10,7 @@ To add a codec, write a class that fulfils `Codec` and add an instance to CODECS
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ import torch
 
 from storage.base.errors import InvalidRequestError, NewerFormatError
 from storage.base.integrity import BLOCK_BYTES
+from storage.base.waiting import finish_all
 
 # Tiles begin at multiples of this many elements. Elements of two bytes, the narrowest ones that a plain slab has, fill
 # one checksum block, so the bytes of each tile can be verified without those of its neighbours.
@@ -144,14 +146,17 @@ class SlabLayout:
             self.codec.encode(last, stored[whole:])
 
 
-def decode_all(layout: SlabLayout, records: memoryview, elements: memoryview) -> None:
-    """Write all elements of an encoded slab to `elements`, both of them with padding to whole pages."""
-    layout.decode(records[: layout.nbytes], torch.frombuffer(elements, dtype=torch.float32, count=layout.numel))
+async def decode(layout: SlabLayout, records: memoryview, elements: torch.Tensor) -> None:
+    """Do `layout.decode` on a thread.
+
+    If the caller is cancelled, this ends only when the thread has left the memory, so that the caller may free it.
+    """
+    await finish_all([asyncio.ensure_future(asyncio.to_thread(layout.decode, records, elements))])
 
 
-def encode_all(layout: SlabLayout, records: memoryview, elements: memoryview) -> None:
-    """Write all records of an encoded slab to `records`; the arguments are those of `decode_all`."""
-    layout.encode(torch.frombuffer(elements, dtype=torch.float32, count=layout.numel), records[: layout.nbytes])
+async def encode(layout: SlabLayout, elements: torch.Tensor, records: memoryview) -> None:
+    """Do `layout.encode` on a thread; see `decode`."""
+    await finish_all([asyncio.ensure_future(asyncio.to_thread(layout.encode, elements, records))])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from storage.base.codec import encode_all
+from storage.base.codec import encode
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import Kind, SlabKey
 from storage.base.slices import in_slices
@@ -257,7 +257,8 @@ class PendingSteps:
         """Return a range with the records of staged elements, and free the range of the elements."""
         encoded = await self._scratch.allocate(job.spec.name, slab.nbytes)
         try:
-            await asyncio.to_thread(encode_all, slab.layout, self._host.view(encoded), self._host.view(staged))
+            elements = self._host.tensor(staged, slab.spec.dtype, slab.numel)
+            await encode(slab.layout, elements, self._host.view(encoded))
         except BaseException:
             self._scratch.free(encoded)
             raise

@@ -12,7 +12,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from storage.base.codec import decode_all, encode_all
+import torch
+
+from storage.base.codec import decode, encode
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import Kind
 from storage.memory.host_cache import HostCache
@@ -105,15 +107,16 @@ class SlabPins:
         """Return the pin of an encoded slab with a range that holds the decoded elements."""
         try:
             pin = replace(pin, decoded=await self._scratch.allocate(job.spec.name, pin.nbytes))
-            await asyncio.to_thread(decode_all, pin.slab.layout, *self._views(pin))
+            await decode(pin.slab.layout, *self._memory(pin))
         except BaseException:
             self.unpin(pin)
             raise
         return pin
 
-    def _views(self, pin: Pin) -> tuple[memoryview, memoryview]:
+    def _memory(self, pin: Pin) -> tuple[memoryview, torch.Tensor]:
         """Return the records and the elements of an encoded slab that is pinned."""
-        return self._host.view(pin.copy.arena_range), self._host.view(pin.arena_range)
+        slab = pin.slab
+        return self._host.view(pin.copy.arena_range), self._host.tensor(pin.arena_range, slab.spec.dtype, slab.numel)
 
     def newest_slab(self, job: Job, group: str, kind: Kind, as_of: int | None) -> Slab | None:
         """Return a slab if `fetch` would return its newest bytes without waiting for a write; else None.
@@ -261,7 +264,8 @@ class SlabPins:
             step = job.first_step
             pending = job.open_pending(step)
             if pin.decoded is not None:
-                await asyncio.to_thread(encode_all, slab.layout, *self._views(pin))
+                records, elements = self._memory(pin)
+                await encode(slab.layout, elements, records)
             async with AsyncExitStack() as filling:
                 if slab.backing is not None:
                     new = self._backing.new_version(

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 import torch
 import xxhash
 
-from storage.base.codec import SlabLayout
+from storage.base.codec import SlabLayout, decode
 from storage.base.errors import ConflictError, NotFoundError
 from storage.base.shard import DType, Kind
 from storage.base.slices import in_slices
@@ -107,7 +107,7 @@ class RangeReader:
             length = min(len(buffer) // block * block, whole)
             await read(first, buffer[:length])
             if layout.codec is not None:
-                return await asyncio.to_thread(_decoded, layout, first, buffer[:length], start, end)
+                return await _decoded(layout, first, buffer[:length], start, end)
             return bytes(buffer[start - first : min(end, first + length) - first])
 
     async def digest(self, job: Job, group: str, kind: Kind) -> tuple[int | None, bytes]:
@@ -195,14 +195,14 @@ class RangeReader:
             await self._backing.read_into(slab.source(slab.latest), start, buffer)
 
 
-def _decoded(layout: SlabLayout, first: int, records: memoryview, start: int, end: int) -> bytes:
+async def _decoded(layout: SlabLayout, first: int, records: memoryview, start: int, end: int) -> bytes:
     """Return bytes `[start, end)` of an encoded slab's elements, as far as `records`, from byte `first` on, have them.
 
     Byte `start` is an element of the first record.
     """
     begin, stop = layout.elements_of(first, first + len(records))
     elements = torch.empty(stop - begin)
-    layout.decode(records, elements)
+    await decode(layout, records, elements)
     at = begin * layout.itemsize
     return elements.view(torch.uint8)[start - at : min(end, stop * layout.itemsize) - at].numpy().tobytes()
 

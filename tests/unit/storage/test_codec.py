@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,3 +209,36 @@ async def test_a_job_keeps_its_codec(tmp_path: Path) -> None:
         await Training(engine, ENCODED).begin()
         with pytest.raises(ConflictError, match="is stored with another layout or precision"):
             await Training(engine, replace(ENCODED, codec=PLAIN)).open()
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+async def test_a_cancelled_call_frees_its_memory_only_when_the_thread_has_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, ENCODED).begin()
+        begun, go_on, work = threading.Event(), threading.Event(), getattr(ROOT, verb)
+
+        def wait(*tensors: torch.Tensor) -> None:
+            begun.set()
+            go_on.wait()
+            work(*tensors)
+
+        if verb == "decode":
+            await training.step()
+            call: Coroutine[Any, Any, object] = engine.pins.fetch(training.job, "block.0", Kind.EXP_AVG)
+        else:
+            staged = await engine.pending_steps.allocate_put(training.job, 1, "block.0", Kind.EXP_AVG)
+            call = engine.pending_steps.put(training.job, 1, "block.0", Kind.EXP_AVG, staged)
+        monkeypatch.setattr(ROOT, verb, wait)
+        calling = asyncio.ensure_future(call)
+        await asyncio.to_thread(begun.wait)
+        ranges = set(engine.scratch.ranges)
+        calling.cancel()
+        await asyncio.sleep(0.05)
+        kept = set(engine.scratch.ranges)
+        go_on.set()
+        assert ranges and kept == ranges
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert not engine.scratch.ranges
