@@ -22,15 +22,14 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.common import report
+from benchmarks.common.checkout import checked_out
 from benchmarks.common.machine import ROOT
 from benchmarks.common.measure import BenchmarkError, median_interval
 from benchmarks.training.step import BUILD, HeatName
@@ -41,24 +40,6 @@ HEATS = (HeatName.NVME, HeatName.HOST, HeatName.DEVICE)
 _OF_STEP = "As of benchmarks.training.step"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-
-
-@contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
-    """Yield a directory with the files of a commit, which is removed at the end. It can raise BenchmarkError."""
-    with tempfile.TemporaryDirectory(prefix="beside-") as directory:
-        tree = Path(directory) / "tree"
-        _git("worktree", "add", "--detach", str(tree), commit)
-        try:
-            yield tree
-        finally:
-            _git("worktree", "remove", "--force", str(tree))
-
-
-def _git(*arguments: str) -> None:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"git {arguments[0]} failed: {done.stderr.strip()}")
 
 
 def turn(tree: Path, directory: Path, heats: Sequence[HeatName], options: Sequence[str]) -> dict[str, dict[str, Any]]:

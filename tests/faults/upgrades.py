@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.checkout import checked_out
 from benchmarks.common.machine import ROOT
-from benchmarks.training.beside import checked_out
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.waiting import wait_until
 
