@@ -16,7 +16,7 @@ from pathlib import Path
 from storage.base import syscalls
 from storage.base.errors import DamagedBlockError, DeviceError, NotFoundError, StorageError
 from storage.base.integrity import Checksums
-from storage.base.shard import SlabKey
+from storage.base.shard import GroupSpec, Kind, SlabKey
 from storage.catalog.catalog import Catalog
 from storage.jobs.directories import CATALOG, LOCK
 from storage.tiers.base import round_up
@@ -42,17 +42,18 @@ class StateCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBytes:
-    """The place of one version of a slab, as the catalog has it; `nbytes` are those of the slab in whole pages.
-
-    One checksum covers `block_bytes`.
-    """
+    """The place of one version of a slab, as the catalog has it: the slab of `kind` of `group`."""
 
     label: str
-    nbytes: int
-    block_bytes: int
+    group: GroupSpec
+    kind: Kind
     extents: tuple[Extent, ...]
     checksums: bytes
-    fqns: tuple[tuple[str, int, int], ...]  # Each parameter's name, first byte and end.
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the version, in whole pages."""
+        return round_up(self.group.layout(self.kind).nbytes)
 
 
 def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[StateCheck]:
@@ -113,21 +114,10 @@ def _versions(catalog: Catalog, check: StateCheck) -> list[StoredBytes]:
         for group in job.groups:
             for slab in group.slabs:
                 key = SlabKey(job.spec.identity, group.name, slab.kind)
-                layout = group.layout(slab.kind)
-                spans = [layout.bytes_of(s.group_offset, s.group_offset + s.numel) for s in group.shards]
-                fqns = tuple(
-                    (shard.fqn, span.start, span.stop) for shard, span in zip(group.shards, spans, strict=True)
-                )
-                nbytes = round_up(layout.nbytes)
                 for step, stored in job.versions.get(key, {}).items():
                     label = key.label(step)
                     versions[label, stored.extents] = StoredBytes(
-                        label=label,
-                        nbytes=nbytes,
-                        block_bytes=layout.block_bytes,
-                        extents=stored.extents,
-                        checksums=stored.checksums,
-                        fqns=fqns,
+                        label=label, group=group, kind=slab.kind, extents=stored.extents, checksums=stored.checksums
                     )
     check.jobs = len(names)
     return list(versions.values())
@@ -172,13 +162,14 @@ def _verify(
     The value is the text of a problem, or "" if the chunk is intact. The bytes of the chunk are added to
     `check.verified_bytes` before the yield.
     """
+    block_bytes = version.group.layout(version.kind).block_bytes
     try:
-        checksums = Checksums(version.label, version.nbytes, version.block_bytes, version.checksums)
+        checksums = Checksums(version.label, version.nbytes, block_bytes, version.checksums)
     except StorageError as error:
         check.verified_bytes += version.nbytes
         yield str(error)
         return
-    chunk = CHUNK_BYTES // version.block_bytes * version.block_bytes
+    chunk = CHUNK_BYTES // block_bytes * block_bytes
     for offset in range(0, version.nbytes, chunk):
         piece = buffer[: min(chunk, version.nbytes - offset)]
         problem = ""
@@ -186,8 +177,7 @@ def _verify(
             _read(version, files, offset, piece)
             checksums.verify(offset, piece)
         except DamagedBlockError as error:
-            start, end = error.offset, error.offset + error.nbytes
-            error.fqns = tuple(fqn for fqn, first, last in version.fqns if first < end and last > start)
+            error.fqns = version.group.fqns_at(version.kind, error.offset, error.nbytes)
             problem = str(error)
         except DeviceError as error:
             problem = f"{_shown(version.label)}: {error}"

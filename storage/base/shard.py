@@ -162,6 +162,11 @@ class GroupSpec:
         """Return how the elements of one kind lie in its bytes."""
         return self.slab_of_kind[kind].layout(self.numel)
 
+    def fqns_at(self, kind: Kind, offset: int, nbytes: int) -> tuple[str, ...]:
+        """Return the FQNs of the shards that have elements in the bytes `[offset, offset + nbytes)` of one kind."""
+        first, end = self.layout(kind).elements_of(offset, offset + nbytes)
+        return tuple(s.fqn for s in self.shards if s.group_offset < end and s.group_offset + s.numel > first)
+
     def validate(self) -> None:
         """Check that the group is well-formed: its kinds are valid, its shards are in order, aligned and inside of it.
 

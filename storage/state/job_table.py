@@ -7,11 +7,10 @@ which parameters the damaged bytes belong to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from storage.base.errors import NotFoundError
 from storage.base.shard import Kind, SlabKey
-from storage.state.slab import Group
 from storage.state.versions import Job
 
 
@@ -100,20 +99,15 @@ class JobTable:
         # The labels of a job's versions begin with the job's identity. The beginning is compared before the slabs are
         # searched, because a store may have a million slabs. A kept step has the identity and the labels of the job
         # that it was taken of.
-        for job in (*self, *self.all_kept()):
+        jobs: Iterable[Job] = (*self, *self.all_kept())
+        for job in jobs:
             if not label.startswith(f"{job.spec.identity}/"):
                 continue
             for group in job.groups.values():
                 gradient = SlabKey(job.spec.identity, group.spec.name, Kind.GRAD)
                 if gradient.is_of(label) and Kind.GRAD in group.spec.slab_of_kind:
-                    return _fqns_at(group, Kind.GRAD, offset, nbytes)
+                    return group.spec.fqns_at(Kind.GRAD, offset, nbytes)
                 for slab in group.slabs:
                     if any(slab.label(version) == label for version in slab.versions):
-                        return _fqns_at(group, slab.key.kind, offset, nbytes)
+                        return group.spec.fqns_at(slab.key.kind, offset, nbytes)
         return ()
-
-
-def _fqns_at(group: Group, kind: Kind, offset: int, nbytes: int) -> tuple[str, ...]:
-    """Return the FQNs of a group's shards that have elements in the bytes `[offset, offset + nbytes)` of a slab."""
-    first, end = group.spec.layout(kind).elements_of(offset, offset + nbytes)
-    return tuple(s.fqn for s in group.spec.shards if s.group_offset < end and s.group_offset + s.numel > first)

@@ -86,11 +86,10 @@ async def test_a_damaged_catalog_and_a_directory_in_use_or_without_a_store_are_r
 
 async def test_versions_over_each_other_are_named(tmp_path: Path) -> None:
     await stored(tmp_path / "state")
+    group = Layout().group("block.0")
     extents = [(Extent(0, 8192),), (Extent(4096, 8192),), (Extent(12288, 4096),)]
     versions = [
-        fsck.StoredBytes(
-            label=f"{name} at step 1", nbytes=8192, block_bytes=4096, extents=places, checksums=b"", fqns=()
-        )
+        fsck.StoredBytes(label=f"{name} at step 1", group=group, kind=Kind.PARAM, extents=places, checksums=b"")
         for name, places in zip("abc", extents, strict=True)
     ]
     with (tmp_path / "state/data.0").open("rb") as file:
