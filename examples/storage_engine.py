@@ -17,7 +17,7 @@ from storage.base.tune_interpreter import tune_interpreter
 from storage.engine import Engine
 from storage.state.versions import Job
 from storage.steps.reader import StepReader
-from storage.steps.transform import UpdateTile
+from storage.steps.tile import UpdateTile
 
 NUMEL = 1 << 20
 MIB = 1 << 20

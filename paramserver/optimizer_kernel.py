@@ -13,7 +13,7 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.update import update_shards
 from paramserver.vocabulary import KIND_TO_WIRE
 from storage.base.shard import OPTIMIZER_STATES, Kind, Shard
-from storage.steps.transform import UpdateTile
+from storage.steps.tile import UpdateTile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

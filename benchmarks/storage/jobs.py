@@ -19,7 +19,7 @@ from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, Para
 from storage.engine import Engine
 from storage.memory.parkable import Gradient
 from storage.state.versions import Job
-from storage.steps.transform import Kernel, UpdateTile
+from storage.steps.tile import Kernel, UpdateTile
 
 JOB = "bench"
 STATE_KINDS = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)

@@ -27,7 +27,8 @@ from storage.memory.shadows import Shadows
 from storage.state.slab import NEVER, Group, HostCopy, Slab
 from storage.state.versions import Job, PendingStep
 from storage.steps.commit import Committer
-from storage.steps.transform import Kernel, Transformer, Work
+from storage.steps.tile import Kernel
+from storage.steps.transform import Transformer, Work
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.host import HostTier

@@ -10,38 +10,41 @@ slab without a copy passes through tile buffers, so that the memory needed does 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
-import torch
-
-from storage.base.codec import PLAIN, TILE_QUANTUM, SlabLayout, layout_of
-from storage.base.errors import BudgetExceededError, DamagedBlockError
+from storage.base.codec import PLAIN, TILE_QUANTUM, layout_of
+from storage.base.errors import BudgetExceededError
 from storage.base.position_lock import PositionLock
-from storage.base.shard import MAX_OPTIMIZER_STATES, DType, Kind
+from storage.base.shard import MAX_OPTIMIZER_STATES, Kind
 from storage.base.shown_sizes import least_size, shown_size
 from storage.base.waiting import finish_all
 from storage.memory.gradients import Gradients
 from storage.memory.host_cache import HostCache
 from storage.memory.parkable import Gradient
 from storage.state.slab import NEVER, Group, HostCopy, Slab
+from storage.steps.tile import (
+    MAX_TILE_ELEMENTS,
+    EncodedSlab,
+    Kernel,
+    Mapped,
+    MappedSlab,
+    Parts,
+    Passage,
+    Scratch,
+    pages_of,
+)
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
-from storage.tiers.contract import Move, Region
+from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 
-MAX_TILE_ELEMENTS = 1 << 21
-# The most elements that an optimizer kernel gets at a time. The bytes of such a part of a tile are verified, updated
-# and recorded while they are in the processor's cache. Where nothing is verified or recorded, a kernel gets the whole
-# tile, because threads wait for the interpreter's lock at each part.
-PART_ELEMENTS = 1 << 18
 # The bytes that a tile's buffer has for each element: the master weight and the optimizer states are fp32 or encoded in
 # fewer bytes, and the parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
@@ -54,28 +57,6 @@ LEAST_TILE_SETS = 2
 TILE_BUDGET_FRACTION = 8
 LEAST_TILE_BYTES = LEAST_TILE_SETS * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT
 MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateTile:
-    """The part of a group that one call of a kernel works on, in each kind, as 1-D tensors.
-
-    Attributes:
-        start: the first element in the group.
-        numel: the number of elements, at most MAX_TILE_ELEMENTS.
-        tensors: the parameter, master weight and states of these elements.
-        gradient: the gradient of these elements, in its own dtype.
-        scratch: `numel` fp32 elements with undefined contents.
-    """
-
-    start: int
-    numel: int
-    tensors: Mapping[Kind, torch.Tensor]
-    gradient: torch.Tensor
-    scratch: torch.Tensor
-
-
-Kernel = Callable[[UpdateTile], None]
 
 
 def tile_buffer_bytes(host_budget: int) -> int:
@@ -109,27 +90,6 @@ class Work:
     gradient: Gradient
     kernel: Kernel
     position: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Passage:
-    """The state of one slab while a kernel updates it: where its old bytes are, and where its new bytes go."""
-
-    slab: Slab
-    reads: bool
-    # The host copy of the slab that the kernel works on in place; None if the kernel works in a tile's buffer.
-    copy: HostCopy | None
-    # The region that the old bytes are read from if no copy holds them. It is held until the update ends.
-    source: Region | None
-    # The new extents that the result is written to; None for a slab without a backing tier.
-    target: Region | None
-    # The host copy of the old bytes, if the kernel writes its result to another copy.
-    before: HostCopy | None = None
-    # The step of the bytes that `copy` still has if the update fails; None once a kernel may have changed them.
-    kept_step: int | None = None
-    # True while this update waits for the update of another group. The host cache may then evict `copy`, because many
-    # waiting groups would otherwise fill the host tier.
-    evictable: bool = False
 
 
 def host_budget_for(other_bytes: int) -> int:
@@ -219,7 +179,7 @@ class Transformer:
         # them are under way at once that each thread finds another tile when it has done one.
         self._in_memory = asyncio.Semaphore(2 * threads)
         self._position_lock = PositionLock()
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
 
     async def run(self, work: Work) -> None:
         """Give every slab of the group a new version.
@@ -236,7 +196,7 @@ class Transformer:
             # the slabs for a long time, and updates of other groups must not wait for them.
             for slab in work.group.slabs:
                 await self._idle(slab)
-            passages: list[_Passage] = []
+            passages: list[Passage] = []
             tasks: list[asyncio.Task[None]] = []
             try:
                 async with self._position_lock.at(work.position) as give_way:
@@ -272,7 +232,7 @@ class Transformer:
                     self._host_cache.pin(before)
                     undo.callback(self._host_cache.unpin, slab, before, before.next_use)
                 copy.next_use = work.position if slab.key.kind is Kind.PARAM else NEVER
-                passages.append(_Passage(slab=slab, reads=reads, copy=copy, source=None, target=None, before=before))
+                passages.append(Passage(slab=slab, reads=reads, copy=copy, source=None, target=None, before=before))
 
             tasks: list[asyncio.Task[None]] = []
             try:
@@ -285,17 +245,17 @@ class Transformer:
                 await finish_all(tasks)
         return True
 
-    async def _begin_tile(self, work: Work, start: int, passages: Sequence[_Passage]) -> asyncio.Task[None]:
+    async def _begin_tile(self, work: Work, start: int, passages: Sequence[Passage]) -> asyncio.Task[None]:
         buffers = await self._take_buffers(work.gradient, in_memory=_are_in_memory(passages))
         return asyncio.ensure_future(self._tile(buffers, work.group, start, passages, work.kernel))
 
-    async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> _Passage:
+    async def _open_passage(self, slab: Slab, work: Work, undo: AsyncExitStack) -> Passage:
         """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
         await self._idle(slab)
         step, position = work.step, work.position
         reads = slab.key.kind in work.reads
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
-        passage = _Passage(slab=slab, reads=reads, copy=copy, source=None, target=None)
+        passage = Passage(slab=slab, reads=reads, copy=copy, source=None, target=None)
         undo.callback(self._release_source, passage)
         is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
@@ -313,7 +273,7 @@ class Transformer:
                 self._backing.begin_copy(passage.target, before, position if slab.key.kind is Kind.PARAM else NEVER)
         return passage
 
-    async def _make_evictable(self, passages: Sequence[_Passage], tasks: Sequence[asyncio.Task[None]]) -> None:
+    async def _make_evictable(self, passages: Sequence[Passage], tasks: Sequence[asyncio.Task[None]]) -> None:
         """Make the copies of a waiting group evictable, after its tiles under way are done.
 
         Many groups may wait for a group that is needed sooner, and their copies would fill the host tier. The bytes of
@@ -328,7 +288,7 @@ class Transformer:
             self._host_cache.make_evictable(passage.slab, passage.copy)
             passage.evictable = True
 
-    def _pin_again(self, passages: Sequence[_Passage]) -> None:
+    def _pin_again(self, passages: Sequence[Passage]) -> None:
         """Pin the copies again that were evictable and are still there.
 
         The slabs whose copies were evicted pass through tile buffers from here on.
@@ -342,7 +302,7 @@ class Transformer:
                     passage.copy = None
                     self._hold_source(passage)
 
-    def _hold_source(self, passage: _Passage) -> None:
+    def _hold_source(self, passage: Passage) -> None:
         """Find and hold the region of the slab's old bytes, if the kernel needs them and there are any.
 
         The region must be held because a snapshot that runs beside the update may replace a volatile region of this
@@ -353,12 +313,12 @@ class Transformer:
             passage.source = slab.source(slab.latest)
             self._backing.hold(passage.source)
 
-    def _release_source(self, passage: _Passage) -> None:
+    def _release_source(self, passage: Passage) -> None:
         """Release the region that `_hold_source` has held, if there is one."""
         if passage.source is not None:
             self._backing.free(passage.source)
 
-    def _release_copy(self, passage: _Passage) -> None:
+    def _release_copy(self, passage: Passage) -> None:
         """Release the copy of an update that failed. A finished passage has no copy left to release."""
         self._pin_again([passage])
         if passage.copy is not None:
@@ -421,14 +381,14 @@ class Transformer:
         return _Buffers(of_slabs, of_gradient, gradient, self._gradients.begin_read(gradient))
 
     async def _tile(
-        self, buffers: _Buffers, group: Group, start: int, passages: Sequence[_Passage], kernel: Kernel
+        self, buffers: _Buffers, group: Group, start: int, passages: Sequence[Passage], kernel: Kernel
     ) -> None:
         """Read, update and write one tile, and free its buffers."""
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
             gradient = self._map_gradient(buffers, start, numel)
             mapped = self._map(buffers.of_slabs, start, numel, passages)
-            parts = _Parts(start, numel, mapped, gradient, kernel, self._scratch)
+            parts = Parts(start, numel, mapped, gradient, kernel, self._scratch)
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
@@ -444,7 +404,7 @@ class Transformer:
                 if range_ is not None:
                     self._tiles.free(range_)
 
-    def _map_gradient(self, buffers: _Buffers, start: int, numel: int) -> _Mapped:
+    def _map_gradient(self, buffers: _Buffers, start: int, numel: int) -> Mapped:
         """Return the memory of the gradient's part of the tile.
 
         It is a part of the gradient's range in the arena. If the gradient is spilled, it is the tile's buffer for
@@ -452,22 +412,20 @@ class Transformer:
         """
         gradient, place = buffers.gradient, buffers.place
         layout = layout_of(PLAIN, gradient.numel, gradient.dtype.itemsize)
-        span = _pages(layout.bytes_of(start, start + numel))
+        span = pages_of(layout.bytes_of(start, start + numel))
         if isinstance(place, ArenaRange):
-            return _Mapped(self._host.view(place)[span], span.start, gradient.dtype, layout)
+            return Mapped(self._host.view(place)[span], span.start, gradient.dtype, layout)
         assert buffers.of_gradient is not None, "a spilled gradient has a buffer of its own"
         view = self._host.view(buffers.of_gradient)[: span.stop - span.start]
-        return _Mapped(view, span.start, gradient.dtype, layout, source=place)
+        return Mapped(view, span.start, gradient.dtype, layout, source=place)
 
-    def _map(
-        self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[_Passage]
-    ) -> list[_MappedSlab]:
+    def _map(self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[Passage]) -> list[MappedSlab]:
         """Return the memory of each slab's part of the tile, which is in the slab's copy or in the tile's buffer."""
-        mapped: list[_MappedSlab] = []
+        mapped: list[MappedSlab] = []
         used = 0
         for passage in passages:
             layout = passage.slab.layout
-            span = _pages(layout.bytes_of(start, start + numel))
+            span = pages_of(layout.bytes_of(start, start + numel))
             if passage.copy is not None:
                 view = self._host.view(passage.copy.arena_range)[span]
             else:
@@ -475,10 +433,10 @@ class Transformer:
                 view = self._host.view(range_)[used : used + span.stop - span.start]
                 used += layout.bytes_of(0, self._tiles.elements).stop
             before = None if passage.before is None else self._host.view(passage.before.arena_range)[span]
-            mapped.append((_EncodedSlab if layout.codec else _PlainSlab)(passage, view, span.start, before))
+            mapped.append((EncodedSlab if layout.codec else MappedSlab)(passage, view, span.start, before))
         return mapped
 
-    def _finish(self, passage: _Passage, step: int) -> None:
+    def _finish(self, passage: Passage, step: int) -> None:
         """Make the bytes that the kernel has written the slab's newest version, that of `step`."""
         slab = passage.slab
         slab.latest = step
@@ -495,31 +453,12 @@ class Transformer:
             self._host_cache.unpin(slab, copy, copy.next_use)
 
 
-def _are_in_memory(passages: Sequence[_Passage]) -> bool:
+def _are_in_memory(passages: Sequence[Passage]) -> bool:
     """Return whether the old bytes of all slabs are in host memory, and the new bytes stay there.
 
     The result does not change while a group is updated.
     """
     return all(one.copy is not None and one.copy.at_home and one.target is None for one in passages)
-
-
-def _pages(span: slice) -> slice:
-    """Return the whole pages that begin with the bytes of a tile, which begins with a page."""
-    return slice(span.start, span.start + round_up(span.stop - span.start))
-
-
-class _Scratch(threading.local):
-    """Scratch tensors for each thread that runs kernels, so that they stay in that processor's cache."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(MAX_TILE_ELEMENTS, dtype=torch.float32)
-        self._decoded: dict[Kind, torch.Tensor] = {}
-
-    def decoded(self, kind: Kind) -> torch.Tensor:
-        """Return room for the decoded elements of one part of a tile."""
-        if kind not in self._decoded:
-            self._decoded[kind] = torch.empty(PART_ELEMENTS, dtype=torch.float32)
-        return self._decoded[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,163 +476,3 @@ class _Buffers:
     of_gradient: ArenaRange | None
     gradient: Gradient
     place: ArenaRange | Region
-
-
-class _Mapped:
-    """The bytes of one kind in one tile: `view`, whole pages of host memory, is at byte `offset` of the kind's bytes.
-
-    `source` is the region from which the bytes are read; None if they are in memory already.
-    """
-
-    def __init__(
-        self, view: memoryview, offset: int, dtype: DType, layout: SlabLayout, source: Region | None = None
-    ) -> None:
-        self.source = source
-        self._view = view
-        self._offset = offset
-        self._dtype = dtype.torch
-        self._layout = layout
-
-    @cached_property
-    def elements(self) -> torch.Tensor:
-        """The elements of plain bytes, in the same memory."""
-        return torch.frombuffer(self._view, dtype=self._dtype)
-
-    def move(self, region: Region, first: int, end: int | None) -> Move[Region]:
-        """Return elements `[first, end)` of the tile as a move from or to a region.
-
-        Without `end` the move goes to the end of the tile's last page.
-        """
-        start = self._layout.bytes_of(0, first).stop
-        stop = None if end is None else self._layout.bytes_of(first, end).stop
-        return Move(region, self._offset + start, self._view[start:stop])
-
-
-class _MappedSlab(_Mapped):
-    """The bytes of one slab in one tile, with the regions that they are read from and written to."""
-
-    def __init__(self, passage: _Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
-        super().__init__(view, offset, passage.slab.spec.dtype, passage.slab.layout, passage.source)
-        self.passage = passage
-        self.kind = passage.slab.key.kind
-        self.target = passage.target
-        self.begins_as_zeros = passage.reads and passage.slab.latest is None
-        # The slab's old bytes, if the kernel writes its result to another copy than theirs; None if it works in place.
-        self._before = before
-
-    def load(self, first: int, end: int, scratch: _Scratch) -> torch.Tensor:
-        """Return elements `[first, end)` of the tile, which the kernel changes: the old ones if it reads them."""
-        raise NotImplementedError
-
-    def store(self, first: int, end: int, elements: torch.Tensor) -> None:
-        """Put the elements that `load` returned, and the kernel has changed, into the bytes of the tile."""
-        raise NotImplementedError
-
-
-class _PlainSlab(_MappedSlab):
-    """The bytes of a plain slab, which a kernel works on in place."""
-
-    def load(self, first: int, end: int, scratch: _Scratch) -> torch.Tensor:
-        """Return the elements, in the memory of the tile; see `_MappedSlab.load`."""
-        elements = self.elements[first:end]
-        if self.begins_as_zeros:
-            elements.zero_()
-        elif self._before is not None:
-            elements.copy_(torch.frombuffer(self._before, dtype=self._dtype)[first:end])
-        return elements
-
-    def store(self, first: int, end: int, elements: torch.Tensor) -> None:
-        """Do nothing, because the elements are in the memory of the tile."""
-
-
-class _EncodedSlab(_MappedSlab):
-    """The bytes of an encoded slab, whose elements a kernel works on in scratch memory."""
-
-    def load(self, first: int, end: int, scratch: _Scratch) -> torch.Tensor:
-        """Decode the elements; see `_MappedSlab.load`."""
-        elements = scratch.decoded(self.kind)[: end - first]
-        if self.begins_as_zeros:
-            elements.zero_()
-        elif self.passage.reads:
-            old = self._view if self._before is None else self._before
-            self._layout.decode(old[self._layout.bytes_of(first, end)], elements)
-        return elements
-
-    def store(self, first: int, end: int, elements: torch.Tensor) -> None:
-        """Encode the elements; see `_MappedSlab.store`."""
-        self._layout.encode(elements, self._view[self._layout.bytes_of(first, end)])
-
-
-class _Parts:
-    """The work on one tile in an optimizer thread, part by part, so that each part stays in the processor's cache.
-
-    The bytes of all kinds are verified before the kernel touches a part, so a part is either done or unchanged.
-    """
-
-    def __init__(
-        self,
-        start: int,
-        numel: int,
-        mapped: Sequence[_MappedSlab],
-        gradient: _Mapped,
-        kernel: Kernel,
-        scratch: _Scratch,
-    ) -> None:
-        self._start = start
-        self._numel = numel
-        self._mapped = mapped
-        self._gradient = gradient
-        self._kernel = kernel
-        self._scratch = scratch
-        in_memory = gradient.source is None and all(
-            m.source is None and m.target is None and isinstance(m, _PlainSlab) for m in mapped
-        )
-        self._part = numel if in_memory else PART_ELEMENTS
-
-    def end_of(self, first: int) -> int:
-        """Return the end of the part that begins at element `first` of the tile."""
-        return min(first + self._part, self._numel)
-
-    def reads(self, first: int, end: int) -> list[Move[Region]]:
-        """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
-        stop = end if end < self._numel else None
-        return [m.move(m.source, first, stop) for m in (*self._mapped, self._gradient) if m.source is not None]
-
-    def writes(self, first: int = 0, end: int | None = None) -> list[Move[Region]]:
-        """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
-        stop = end if end is not None and end < self._numel else None
-        return [m.move(m.target, first, stop) for m in self._mapped if m.target is not None]
-
-    def work(self, first: int) -> int:
-        """Work on the parts from element `first` on.
-
-        Returns:
-            The first element of a part whose bytes are wrong, or the tile's number of elements if all parts are done.
-        """
-        while first < self._numel:
-            end = self.end_of(first)
-            try:
-                for region, offset, buffer in self.reads(first, end):
-                    region.verify(offset, buffer)
-            except DamagedBlockError:
-                return first
-            for m in self._mapped:
-                # From here on the kernel may change the slab's host copy, so if the update fails, the copy no longer
-                # counts as the bytes of its step.
-                m.passage.kept_step = None
-            tensors = {m.kind: m.load(first, end, self._scratch) for m in self._mapped}
-            self._kernel(
-                UpdateTile(
-                    start=self._start + first,
-                    numel=end - first,
-                    tensors=tensors,
-                    gradient=self._gradient.elements[first:end],
-                    scratch=self._scratch.tensor[: end - first],
-                )
-            )
-            for m in self._mapped:
-                m.store(first, end, tensors[m.kind])
-            for region, offset, buffer in self.writes(first, end):
-                region.record(offset, buffer)
-            first = end
-        return self._numel

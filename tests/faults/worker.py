@@ -21,7 +21,7 @@ from storage.base.errors import NotFoundError
 from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
 from storage.state.versions import Job
-from storage.steps.transform import UpdateTile
+from storage.steps.tile import UpdateTile
 from tests.faults.jobs import FACTORS, JobShape, gradient, updates
 from tests.faults.oracle import Act, Announcement, Oracle
 

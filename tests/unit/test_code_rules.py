@@ -14,7 +14,6 @@ PACKAGES = ("storage", "paramserver", "trainer_client")
 MOST_LINES = 600
 LARGE_FILES = {
     "storage/base/syscalls.py",
-    "storage/steps/transform.py",
     "trainer_client/engine/engine.py",
     "trainer_client/engine/states.py",
 }

@@ -60,7 +60,8 @@ FLOORS = {
         "copy_writes gradients prefetch shadows",
     ),
     "storage/steps": (
-        "__init__ damage_log renewal scrub transform",
+        "__init__ damage_log renewal scrub tile",
+        "transform",
         "commit reader",
         "pending_steps pins",
     ),

@@ -45,7 +45,7 @@ _MADV_COLLAPSE = 25
 # update.
 _UPDATE_ELEMENTS = 16 << 20
 # The elements that a daemon updates at a time, so that they stay in the processor's cache from one operation of the
-# update to the next (PART_ELEMENTS in storage/steps/transform.py).
+# update to the next (PART_ELEMENTS in storage/steps/tile.py).
 _PART_ELEMENTS = 1 << 18
 
 

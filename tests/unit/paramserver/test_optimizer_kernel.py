@@ -13,7 +13,7 @@ from torch.optim import SGD
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base.shard import Kind, Shard
-from storage.steps.transform import UpdateTile
+from storage.steps.tile import UpdateTile
 from tests.optimizer_cases import CASES, Case, Row
 
 NUMEL = 10_007

@@ -31,7 +31,7 @@ from storage.jobs.accounts import Holder
 from storage.memory.parkable import Gradient
 from storage.state.slab import NEVER
 from storage.state.versions import Job
-from storage.steps.transform import Kernel, UpdateTile
+from storage.steps.tile import Kernel, UpdateTile
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import BackingTier, CopyTier, Region
 from storage.tiers.extents import unused_runs

@@ -15,7 +15,7 @@ from storage.base.codec import TILE_QUANTUM
 from storage.base.shard import DType, TierName
 from storage.engine import Engine
 from storage.state.slab import Slab
-from storage.steps.transform import Kernel
+from storage.steps.tile import Kernel
 from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, room_taken, waiting_for
 
 # A group has nine tiles, and an engine with these budgets has memory for four at a time.

@@ -13,7 +13,7 @@ from storage.base.errors import DamagedBlockError
 from storage.base.shard import DType, Kind, TierName
 from storage.engine import Engine
 from storage.state.slab import Slab
-from storage.steps import transform
+from storage.steps import tile
 from tests.unit.storage.builders import Layout, Training, on_nvme, opened
 
 MOMENTS = [TierName.NVME, TierName.HOST]
@@ -26,7 +26,7 @@ LARGE: dict[str, Any] = {"host_budget_bytes": 64 << 20, "nvme_budget_bytes": 64 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transform, "PART_ELEMENTS", PART_ELEMENTS)
+    monkeypatch.setattr(tile, "PART_ELEMENTS", PART_ELEMENTS)
 
 
 def states(training: Training, kind: Kind) -> Slab:

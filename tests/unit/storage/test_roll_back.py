@@ -23,7 +23,7 @@ from storage.base.errors import (
 from storage.base.failpoints import Failpoint
 from storage.base.shard import DType, Kind, TierName
 from storage.catalog.records import RolledBack
-from storage.steps.transform import Kernel, UpdateTile
+from storage.steps.tile import Kernel, UpdateTile
 from tests.unit.storage.builders import ON_HOST, ROOM_FOR_TILED, TILED, Fault, Layout, Training, held, opened, quiesce
 from tests.unit.storage.crashes import assert_survives_a_crash
 

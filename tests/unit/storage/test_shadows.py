@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.base.shard import DType, Kind, TierName
-from storage.steps.transform import UpdateTile
+from storage.steps.tile import UpdateTile
 from tests.unit.storage.builders import MIB, Layout, Training, opened, room_taken, updating
 
 LAYOUT = Layout(name="shadowed", groups=("a", "b", "c"), weights=TierName.HOST, moments=TierName.HOST, every_steps=0)

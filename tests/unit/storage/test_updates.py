@@ -8,7 +8,7 @@ import pytest
 
 from storage.base.codec import TILE_QUANTUM
 from storage.base.shard import DType, Kind, TierName
-from storage.steps.transform import Kernel, UpdateTile
+from storage.steps.tile import Kernel, UpdateTile
 from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, opened
 
 STEPS = 6

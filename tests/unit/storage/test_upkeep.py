@@ -16,7 +16,7 @@ from storage.base.shard import Kind, TierName
 from storage.engine import Engine
 from storage.jobs.upkeep import HeldStep, Verified
 from storage.steps.scrub import MOST_DAMAGED_BLOCKS
-from storage.steps.transform import Kernel, UpdateTile
+from storage.steps.tile import Kernel, UpdateTile
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, Layout, Training, on_nvme, opened
 
 ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 64 * MIB}

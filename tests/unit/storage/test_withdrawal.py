@@ -11,7 +11,7 @@ import torch
 
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import DType, Kind, TierName
-from storage.steps.transform import Kernel, UpdateTile
+from storage.steps.tile import Kernel, UpdateTile
 from tests.unit.storage.builders import (
     Layout,
     Training,
