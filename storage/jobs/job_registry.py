@@ -331,11 +331,7 @@ class JobRegistry:
                 )
             moved[slab.key] = placement
             undo.callback(self._place, job, slab, slab.spec)
-            self._place(
-                job,
-                slab,
-                replace(slab.spec, placement=placement),
-            )
+            self._place(job, slab, replace(slab.spec, placement=placement))
         if Kind.GRAD in wanted.slab_of_kind:
             placement = wanted.slab_of_kind[Kind.GRAD].placement
             if placement is not group.spec.slab_of_kind[Kind.GRAD].placement:
