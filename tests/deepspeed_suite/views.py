@@ -173,7 +173,7 @@ def _show_partitions(optimizer: StoreOptimizer) -> None:
     have such states.
     """
     engine: Any = optimizer._driver()
-    counts = engine._step.update_counts
+    counts = engine._passes._step.update_counts
     for group in optimizer.param_groups:
         parts = {kind: torch.cat([_part(engine, p, kind) for p in group["params"]]) for kind in ("master", *_MOMENTS)}
         weights = nn.Parameter(parts.pop("master"))

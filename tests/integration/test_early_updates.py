@@ -58,7 +58,7 @@ def train_stored(
             losses.append(loss.detach().clone())
             act(number, engine)
             engine.step()
-        early = engine._step._updates._early
+        early = engine._passes._step._updates._early
         return losses, engine.full_state_dict(), early.begun, early.withdrawn
 
 

@@ -240,7 +240,7 @@ def test_the_loss_scale_and_the_hyper_parameters_are_taken_over(address: str, tm
     engine = trainer_client.initialize(model=other, optimizer=optimizer_of(other), config=config)[0]
     with engine:
         assert engine.optimizer.param_groups[0]["weight_decay"] == 0.25
-        assert engine._scaler.state_dict() == {
+        assert engine.loss_scaler.state_dict() == {
             "scale": 512.0,
             "patience": 2,
             "good_steps": 4,

@@ -125,7 +125,7 @@ def test_the_counts_of_updates_follow_their_parameters_into_another_order(
                 engine.backward(engine(torch.ones(2, 4)))
                 engine.step()
             names = [name for name, _ in net.named_parameters()]
-            return dict(zip(names, engine._step.update_counts, strict=True))
+            return dict(zip(names, engine._passes._step.update_counts, strict=True))
 
     before = counts(Net(last_first=False), 5)
     assert (before["blocks.1.bias"], before["last.bias"]) == (5, 2)

@@ -287,7 +287,7 @@ def started(daemon: Daemon, **section: Any) -> Iterator[Engine]:
         try:
             engine.close_without_commit()
         except trainer_client.StoreError:
-            assert engine._closed
+            assert engine.is_closed
 
 
 def train(engine: Engine, steps: Sequence[int]) -> list[float]:

@@ -134,7 +134,7 @@ def test_autocast_by_the_config_is_that_of_torch(model_store: str, job: str, pla
             optimizer.zero_grad()
             assert output.dtype is plain_output.dtype
             assert loss.item() == expected.item()
-            assert engine._scaler.scale == scaler.get_scale()
+            assert engine.loss_scaler.scale == scaler.get_scale()
         assert engine.skipped_steps == (1 if dtype == "fp16" else 0)
         assert_same_weights(engine, plain)
 

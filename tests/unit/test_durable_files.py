@@ -27,7 +27,7 @@ from storage.base.errors import DeviceError
 from storage.jobs import directories
 from trainer_client.base.recorder import TraceSpan
 from trainer_client.copying.backup_files import open_files
-from trainer_client.engine.states import EngineStates
+from trainer_client.engine.whole_model import WholeModel
 from trainer_client.errors import BackupError, ExportError
 from trainer_client.exchange.destination import open_destination
 from trainer_client.training.report.perfetto import Process, write_trace
@@ -63,12 +63,12 @@ def put_export(directory: Path, number: int) -> None:
 
 
 def put_weights(directory: Path, number: int) -> None:
-    engine = SimpleNamespace(
-        _require_open=lambda: None,
+    model = SimpleNamespace(
+        _loop=SimpleNamespace(require_open=lambda: None),
         _parameter_state_dict=lambda exclude_frozen: {"weight": torch.full((CONTENT_BYTES,), number)},
         _collectives=SimpleNamespace(rank=0, any_rank=lambda flags, what: flags),
     )
-    EngineStates.save_16bit_model(cast(Any, engine), directory)
+    WholeModel.save_16bit_model(cast(Any, model), directory)
 
 
 def put_trace(directory: Path, number: int) -> None:

@@ -114,7 +114,14 @@ FLOORS = {
         "access report run",
         "whole_parameters",
     ),
-    "trainer_client/engine": ("__init__ getters", "core", "states", "memory", "engine", "assembly", "start"),
+    "trainer_client/engine": (
+        "__init__ getters passed_on training_loop",
+        "changes device_room held_model step_gradient",
+        "loop_passes parameter_states saved_steps whole_model",
+        "engine",
+        "assembly",
+        "start",
+    ),
     "benchmarks": ("__init__ common plots", "dataplane storage training"),
 }
 

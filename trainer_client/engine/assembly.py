@@ -18,8 +18,9 @@ from trainer_client.base.device import CPU
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.copying.follow import DaemonPlace, FollowerOrder
-from trainer_client.engine.core import EngineParts
+from trainer_client.engine.changes import StateChanges
 from trainer_client.engine.engine import Engine
+from trainer_client.engine.training_loop import EngineParts, TrainingLoop
 from trainer_client.errors import ConfigError
 from trainer_client.training.access import StateAccess
 from trainer_client.training.model.plain_state import PlainState
@@ -69,22 +70,23 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
         resources: the engine takes them over, and closes them when it is closed.
     """
     made_with = record_run(user, rank, job)
-    parts = _make_parts(user, rank, job, sizes, made_with, resources)
-    engine = Engine(user, rank, parts, resources)
+    loop = TrainingLoop(user, rank, _make_parts(user, rank, job, sizes, made_with, resources))
+    changes = StateChanges(loop)
+    engine = Engine(loop, changes, resources)
     try:
         if job.resumed_state is None:
             line = new_job_line(rank)
         else:
-            engine.take_over(job.resumed_state)
+            loop.take_over(job.resumed_state)
             line = resume_line(user, rank, job, sizes, made_with, job.resumed_state)
         if rank.collectives.rank == 0:
             # The line about a new or resumed job is logged as a warning, because Python prints warnings even if the
             # user has configured no logging.
             log.warning("%s", line)
         if job.handed_over_step is not None:
-            engine.commit_initial_state()
-        parts.changes.note()
-        rank.log_context.step = engine.global_steps + 1
+            changes.commit_initial_state()
+        loop.parts.in_place.note()
+        rank.log_context.step = loop.global_steps + 1
         rank.store.settle(job.layout)
     except BaseException:
         engine.close_without_commit()
@@ -100,8 +102,8 @@ def _make_parts(
     The constructors of the trace and of the reporter call the store, in this order.
     """
     scaler = LossScaler.of(rank.settings)
-    changes = InPlaceChanges(job.states, rank.collectives)
-    gradients, updates, step = _make_step(user, rank, job, scaler, changes)
+    in_place = InPlaceChanges(job.states, rank.collectives)
+    gradients, updates, step = _make_step(user, rank, job, scaler, in_place)
     traces = _make_traces(rank, resources.all)
     clock = Clock()
     residency = _make_residency(rank, job)
@@ -142,7 +144,7 @@ def _make_parts(
     return EngineParts(
         tiling=job.tiling,
         states=job.states,
-        changes=changes,
+        in_place=in_place,
         gather=job.gather,
         micro_batches=micro_batches,
         hooks=hooks,

@@ -12,7 +12,7 @@ from trainer_client import comm
 from trainer_client.accelerator import get_accelerator
 from trainer_client.base import device
 from trainer_client.config.paramserver import ParamserverSection, configured_device_kind
-from trainer_client.engine.engine import _warning_of_graphs
+from trainer_client.engine.held_model import _warning_of_graphs
 from trainer_client.errors import ConfigError
 
 Machine = Callable[..., None]

@@ -10,21 +10,31 @@ from collections.abc import Container
 
 import torch
 
-from trainer_client.engine.states import EngineStates
+from trainer_client.engine.training_loop import TrainingLoop
 from trainer_client.errors import ConfigError
 from trainer_client.training.run.state_offload import DeviceState
 from trainer_client.training.step.phases import Phase
 
 
-class EngineMemory(EngineStates):
-    """The base class of the engine with the methods that free memory of this rank's device for a while."""
+class DeviceRoom:
+    """The memory that an engine has on its rank's device between two steps."""
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        """Serve the calls of one engine."""
+        self._loop = loop
+        self._commits = loop.parts.commits
+        self._hooks = loop.parts.hooks
+        self._micro_batches = loop.parts.micro_batches
+        self._whole_parameters = loop.parts.whole_parameters
+        self._offload = loop.parts.offload
+        self._device_copies = loop.parts.device_copies
 
     def empty_partition_cache(self) -> None:
         """Release the memory of gathered parameters between two steps. The next forward gathers them again.
 
         Within a step the call has no effect, because the backward pass needs the units that are still gathered.
         """
-        self._require_open()
+        self._loop.require_open()
         if self._micro_batches.backwards == 0 and self._hooks.phase is Phase.IDLE:
             self._hooks.release_units()
 
@@ -56,7 +66,7 @@ class EngineMemory(EngineStates):
         if str(device) != "cpu":
             raise ConfigError(f"offload_states(device={str(device)!r}): states can be moved to 'cpu' only")
         if self._hooks.phase is not Phase.OFFLOADED:
-            self._require_open()
+            self._loop.require_open()
         if self._whole_parameters.is_holding:
             raise RuntimeError("offload_states() within gathered(): leave it first")
         # A commit under way may still read states from the device, so the engine waits for its end before it moves the
@@ -101,7 +111,7 @@ class EngineMemory(EngineStates):
         """
         if nbytes < 0:
             raise ConfigError(f"set_gpu_budget({nbytes}): write a number of bytes, 0 for no copies on the device")
-        self._require_open()
+        self._loop.require_open()
         if self._whole_parameters.is_holding:
             raise RuntimeError("set_gpu_budget() within gathered(): leave it first")
         # A commit under way may still hold leases of device copies, so the engine waits for its end before it changes
