@@ -314,13 +314,19 @@ class ParameterStore:
         reader = session.reader(request.reader_id) if request.reader_id else None
         job = None if reader is not None else await session.job()
         response = pb.DigestSlabsResponse()
+        # A request can name one slab thousands of times. The daemon reads it once, so that such a request costs no more
+        # than an honest one.
+        found: dict[tuple[str, int], tuple[int | None, bytes]] = {}
         for name in convert.batch(request.slabs, "slabs"):
-            kind = convert.kind(name.kind)
-            if reader is not None:
-                version, digest = await reader.digest(name.group, kind)
-            else:
-                assert job is not None
-                version, digest = await self._engine.reader.digest(job, name.group, kind)
+            slab = (name.group, name.kind)
+            if slab not in found:
+                kind = convert.kind(name.kind)
+                if reader is not None:
+                    found[slab] = await reader.digest(name.group, kind)
+                else:
+                    assert job is not None
+                    found[slab] = await self._engine.reader.digest(job, name.group, kind)
+            version, digest = found[slab]
             response.slabs.append(pb.DigestSlabsResponse.SlabDigest(digest=digest, version=version))
         return response
 

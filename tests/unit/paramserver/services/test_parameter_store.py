@@ -1,10 +1,11 @@
-"""Calls of a session that ends while they are under way leave nothing behind."""
+"""Calls of a session that ends while they are under way leave nothing behind, and repeated names cost nothing."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -56,3 +57,15 @@ async def test_no_spans_are_collected_for_a_session_that_has_ended(
         with pytest.raises(NotFoundError, match="the session is unknown or has ended"):
             await call
         assert not store._traces._collections
+
+
+async def test_a_slab_that_a_request_names_a_thousand_times_is_read_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (engine, sessions):
+        session = await begin(engine, sessions, LAYOUT)
+        one, other = (pb.SlabName(group=group, kind=pb.KIND_PARAM) for group in LAYOUT.groups[:2])
+        with mock.patch.object(engine.reader, "digest", wraps=engine.reader.digest) as read:
+            slabs = [*[one] * 1000, other]
+            found = await service(engine, sessions).DigestSlabs(pb.DigestSlabsRequest(slabs=slabs), session)
+        assert len(found.slabs) == 1001
+        assert all(slab == found.slabs[0] for slab in found.slabs[:1000])
+        assert [call.args[1] for call in read.mock_calls] == [one.group, other.group]
