@@ -41,7 +41,9 @@ def backward(engine: Engine) -> None:
 
 def held_bytes(engine: Engine) -> int:
     """Return the bytes that the engine's states and gradients have on its device."""
-    tensors = [tensor for state in engine._states for tensor in (*state.held.values(), *own_parameters(state))]
+    tensors = [
+        tensor for state in engine._loop.parts.states for tensor in (*state.held.values(), *own_parameters(state))
+    ]
     tensors += engine._device_room._offload._gradients.on_device()
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

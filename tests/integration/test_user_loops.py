@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from tests.integration.support.model_runs import build, config_of, optimizer_of, start
 from tests.integration.support.training import Run, assert_bit_equal, launch, micro_batches
@@ -544,3 +547,34 @@ def test_batch_sizes_are_changed_between_two_steps(model_store: str) -> None:
     with start(build("gpt2-zoo"), config) as engine:
         assert (engine.global_steps, engine.global_samples) == (5, 18)
         step(engine, 1)
+
+
+class Doubled(nn.Module):
+    """A module around a model that counts its calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        doubled: torch.Tensor = 2 * self.model(values)
+        return doubled
+
+
+def test_an_engine_uses_the_model_optimizer_and_schedule_that_the_script_sets_on_it(model_store: str) -> None:
+    """As scripts do with `engine.module = torch.compile(engine.module)`."""
+    with start(nn.Linear(4, 1), config_of(model_store, "set on the engine")) as engine:
+        around = engine.module = Doubled(engine.module)
+        assert engine(torch.ones(2, 4)).tolist() == around(torch.ones(2, 4)).tolist()
+        assert around.calls == 2
+        own = engine.optimizer
+        engine.optimizer = cast(Any, SimpleNamespace(param_groups=[{"lr": 0.125}]))
+        assert engine.get_lr() == [0.125]
+        engine.optimizer = own
+        engine.lr_scheduler = scheduler = mock.create_autospec(LRScheduler, instance=True)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        scheduler.step.assert_called_once_with()
+        engine.global_steps = 5
+        assert engine.global_steps == 5

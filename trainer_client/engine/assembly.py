@@ -74,6 +74,8 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     changes = StateChanges(loop)
     engine = Engine(loop, changes, resources)
     try:
+        if rank.collectives.rank == 0:
+            log.info("placement, bytes of each rank: %s", loop.placement())
         if job.resumed_state is None:
             line = new_job_line(rank)
         else:
@@ -164,7 +166,7 @@ def _make_parts(
 
 
 def _make_step(
-    user: UserObjects, rank: RankContext, job: Job, scaler: LossScaler, changes: InPlaceChanges
+    user: UserObjects, rank: RankContext, job: Job, scaler: LossScaler, in_place: InPlaceChanges
 ) -> tuple[Gradients, Updates, TrainingStep]:
     clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
     early = EarlyUpdates(rank.store.gradients, are_final=rank.settings.paramserver.early_updates == "final")
@@ -187,7 +189,7 @@ def _make_step(
         scaler=scaler,
         clipping=clipping,
         early=early,
-        changes=changes,
+        changes=in_place,
         begins_early=bool(rank.settings.paramserver.early_updates),
         parameters=len(user.parameters),
         required=() if _may_be_unused(rank.settings) else user.parameters,

@@ -91,7 +91,7 @@ class StateChanges:
         if amended is not None and AMENDED_STEPS in self._store.capabilities:
             self._store.steps.amend(step, amended)
 
-    def commit_those_of_script(self) -> None:
+    def commit_changes_of_script(self) -> None:
         """Commit what the script has changed since the last step: parameters, buffers and its client state.
 
         All ranks must call this. It does nothing if steps are never committed. It can raise ConfigError and PhaseError,

@@ -1,6 +1,6 @@
 """The engine: DeepSpeed's methods (`forward`, `backward`, `step` and others) for a model whose state is in the store.
 
-This module owns the end of an engine. All that a script does with passes, gradients, states and memory belongs to the
+This module owns the end of an engine. What a script does with passes, gradients, states and memory belongs to the
 engine's parts in the other modules of this package, and the engine passes these calls on. This module must never call
 torch.distributed or the store itself, because other modules own the collectives, the leases and the hooks.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -28,20 +28,16 @@ from trainer_client.engine.saved_steps import SavedSteps
 from trainer_client.engine.step_gradient import StepGradient
 from trainer_client.engine.training_loop import TrainingLoop
 from trainer_client.engine.whole_model import WholeModel
-from trainer_client.errors import (
-    TrainerClientError,
-)
+from trainer_client.errors import TrainerClientError
 from trainer_client.training.model.owners import own
-from trainer_client.training.model.parameter_offload import ParameterOffload
 from trainer_client.training.model.refusals import has_released, refuse_conversion, without_released
-from trainer_client.training.model.states import placement_bytes
-from trainer_client.training.report.step_report import StepReport
 from trainer_client.training.report.throughput import ThroughputTimer
 from trainer_client.training.run.context import Resources
 from trainer_client.training.run.forgotten import Remains
 from trainer_client.training.run.run_state import Scheduler
 from trainer_client.training.step.phases import Phase
 from trainer_client.training.step.precision import LossScaler
+from trainer_client.training.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +70,13 @@ class Engine(EngineGetters):
         micro_steps: the number of calls of `step`, one per micro-batch.
         has_gradient: whether there was a backward pass since the last step whose gradients `zero_grad` has not dropped.
         skipped_steps: the number of steps that were skipped because the gradient was not finite on some rank.
+        data_plane: how tensors pass between store and rank: "arena" (shared memory) or "streams" (gRPC).
+        daemon_restarts: the restarts of the store daemon after which this rank has gone on training.
         loss_scaler: the user may read the loss scale from it, and must not change it.
     """
 
     def __init__(self, loop: TrainingLoop, changes: StateChanges, resources: Resources) -> None:
-        """Make the engine of a loop, whose parts assembly.py has made.
+        """Make the engine of a training loop.
 
         Args:
             resources: the engine takes them over, and closes them when it is closed.
@@ -87,77 +85,76 @@ class Engine(EngineGetters):
         user, rank, parts = loop.user, loop.rank, loop.parts
         self.module = user.module
         self.training = user.module.training
-        self.optimizer = user.optimizer
         self.local_rank = rank.local_rank
         self.device = rank.collectives.device
         self._loop = loop
         self._settings = rank.settings
         self._store = rank.store
         self._collectives = rank.collectives
-        self._states = parts.states
         self._micro_batches = parts.micro_batches
         self._hooks = parts.hooks
         self._commits = parts.commits
-        self._reporter = parts.reporter
         self._resources = resources.all.pop_all()
-        self._model = HeldModel(loop)
+        self._held_model = HeldModel(loop)
         self._passes = LoopPasses(loop, changes)
-        self._gradient = StepGradient(loop)
+        self._step_gradient = StepGradient(loop)
         self._parameter_states = ParameterStates(loop, changes)
         self._whole_model = WholeModel(loop, changes)
         self._saved_steps = SavedSteps(loop, changes, self._resources)
         self._device_room = DeviceRoom(loop)
         own(user.parameters, self)
         user.optimizer.drive(self)
-        if self.zero_optimization_partition_weights():
-            user.optimizer.parameter_offload = ParameterOffload(user.module)
         # The hooks on the model refer to the engine, so the engine is not garbage-collected while a script keeps only
         # the model.
         parts.hooks.serve(self)
-        loop.refusals.replace_zero_grad(user.module, self._gradient.drop_gradients)
         self._remains = Remains(self, resources.apart)
         at_exit.register(self, Engine._close_after_failure)
-        if rank.collectives.rank == 0:
-            log.info("placement, bytes of each rank: %s", self.placement())
 
     # The attributes below are those of the loop.
 
-    lr_scheduler = AttributeOf[Scheduler | None]("_loop", "lr_scheduler")
-    tput_timer = AttributeOf[ThroughputTimer]("_loop", "tput_timer")
-    global_steps = AttributeOf[int]("_loop", "global_steps")
-    global_samples = AttributeOf[int]("_loop", "global_samples")
-    resumed_step = AttributeOf[int]("_loop", "resumed_step")
-    client_state = AttributeOf[dict[str, Any]]("_loop", "client_state")
+    optimizer = AttributeOf[StoreOptimizer]("_loop")
+    lr_scheduler = AttributeOf[Scheduler | None]("_loop")
+    tput_timer = AttributeOf[ThroughputTimer]("_loop")
+    global_steps = AttributeOf[int]("_loop")
+    global_samples = AttributeOf[int]("_loop")
+    resumed_step = AttributeOf[int]("_loop")
+    client_state = AttributeOf[dict[str, Any]]("_loop")
 
     # The methods below are the passes and the step, with the names and meanings of DeepSpeed's engine.
 
-    forward = method_of("_passes", LoopPasses.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype.
+
+        With `torch_autocast` in the config, the forward runs under `torch.autocast`.
+        """
+        return self._passes.forward(self.module, *args, **kwargs)
+
     backward = method_of("_passes", LoopPasses.backward)
     scale = method_of("_passes", LoopPasses.scale)
     step = method_of("_passes", LoopPasses.step)
     was_step_applied = method_of("_passes", LoopPasses.was_step_applied)
     get_lr = method_of("_passes", LoopPasses.get_lr)
     get_mom = method_of("_passes", LoopPasses.get_mom)
-    loss_scaler = AttributeOf[LossScaler]("_passes", "loss_scaler")
+    loss_scaler = AttributeOf[LossScaler]("_passes")
     _backward_epilogue = method_of("_passes", LoopPasses.require_reduced_gradients)
 
     # The attributes and methods below are about the gradient of the step under way and its micro-batches.
 
-    micro_steps = AttributeOf[int]("_gradient", "micro_steps")
-    has_gradient = AttributeOf[bool]("_gradient", "has_gradient")
-    skipped_steps = AttributeOf[int]("_gradient", "skipped_steps")
-    was_step_skipped = method_of("_gradient", StepGradient.was_step_skipped)
-    zero_grad = method_of("_gradient", StepGradient.zero_grad)
-    clip_grad_norm_ = method_of("_gradient", StepGradient.clip_grad_norm_)
-    clip_grad_value_ = method_of("_gradient", StepGradient.clip_grad_value_)
-    get_global_grad_norm = method_of("_gradient", StepGradient.get_global_grad_norm)
-    no_sync = method_of("_gradient", StepGradient.no_sync)
-    coalesce_grad_reduction = method_of("_gradient", StepGradient.coalesce_grad_reduction)
-    allreduce_gradients = method_of("_gradient", StepGradient.allreduce_gradients)
-    set_gradient_accumulation_boundary = method_of("_gradient", StepGradient.set_gradient_accumulation_boundary)
-    is_gradient_accumulation_boundary = method_of("_gradient", StepGradient.is_gradient_accumulation_boundary)
-    set_train_batch_size = method_of("_gradient", StepGradient.set_train_batch_size)
-    set_train_micro_batch_size = method_of("_gradient", StepGradient.set_train_micro_batch_size)
+    micro_steps = AttributeOf[int]("_step_gradient")
+    has_gradient = AttributeOf[bool]("_step_gradient")
+    skipped_steps = AttributeOf[int]("_step_gradient")
+    was_step_skipped = method_of("_step_gradient", StepGradient.was_step_skipped)
+    zero_grad = method_of("_step_gradient", StepGradient.zero_grad)
+    clip_grad_norm_ = method_of("_step_gradient", StepGradient.clip_grad_norm_)
+    clip_grad_value_ = method_of("_step_gradient", StepGradient.clip_grad_value_)
+    get_global_grad_norm = method_of("_step_gradient", StepGradient.get_global_grad_norm)
+    no_sync = method_of("_step_gradient", StepGradient.no_sync)
+    coalesce_grad_reduction = method_of("_step_gradient", StepGradient.coalesce_grad_reduction)
+    allreduce_gradients = method_of("_step_gradient", StepGradient.allreduce_gradients)
+    set_gradient_accumulation_boundary = method_of("_step_gradient", StepGradient.set_gradient_accumulation_boundary)
+    is_gradient_accumulation_boundary = method_of("_step_gradient", StepGradient.is_gradient_accumulation_boundary)
+    set_train_batch_size = method_of("_step_gradient", StepGradient.set_train_batch_size)
+    set_train_micro_batch_size = method_of("_step_gradient", StepGradient.set_train_micro_batch_size)
 
     # The methods below wait for commits, and save and load steps.
 
@@ -196,11 +193,9 @@ class Engine(EngineGetters):
 
     # The methods below are further ones of DeepSpeed's engine.
 
-    compile = method_of("_model", HeldModel.compile)
-
-    def destroy(self) -> None:
-        """Close the engine, as `close` does."""
-        self.close()
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the model in place, as `module.compile` does. docs/models.md says how to compile single units."""
+        self._held_model.compile(self.module, backend, compile_kwargs or {})
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of the engine as a module, by names that begin with "module."; the arguments are torch's.
@@ -218,18 +213,13 @@ class Engine(EngineGetters):
         with self._loop.refusals.allow_empty():
             return without_released(super().state_dict(*args, **{**kwargs, "keep_vars": True}))
 
-    # The methods below do not exist in DeepSpeed's engine.
+    # The methods and attributes below do not exist in DeepSpeed's engine.
 
-    def give_up_model(self) -> None:
-        """Make the model a plain torch module with uninitialised parameters, between two steps.
-
-        The parameters are then on the CPU, in the dtype that they have. The other ranks do not have to call this.
-        Afterwards the engine cannot train any more, and every rank still has to call `close`. Committed steps stay in
-        the store.
-        """
-        self._loop.require_between_steps("the end of the engine's use of its model")
-        self._loop.was_taken_over = True
-        self._model.give_up()
+    data_plane = AttributeOf[str]("_loop")
+    daemon_restarts = AttributeOf[Sequence[Restart]]("_loop")
+    placement = method_of("_loop", TrainingLoop.placement)
+    step_report = method_of("_loop", TrainingLoop.step_report)
+    give_up_model = method_of("_held_model", HeldModel.give_up_model)
 
     def hand_over_model(self) -> None:
         """Make the model a plain torch module with its present weights, and close the engine. All ranks must call this.
@@ -247,7 +237,7 @@ class Engine(EngineGetters):
             )
         if self._loop.is_sharded:
             self._loop.require_between_steps("the end of the engine's use of its model")
-            self._model.give_back(self.full_state_dict())
+            self._held_model.give_back(self.full_state_dict())
         self.close()
         self._loop.was_taken_over = True
         self.module.cpu()
@@ -256,33 +246,6 @@ class Engine(EngineGetters):
     def is_closed(self) -> bool:
         """Whether the engine was closed."""
         return self._loop.is_closed
-
-    @property
-    def data_plane(self) -> str:
-        """The way in which tensors pass between store and rank: "arena" (shared memory) or "streams" (gRPC)."""
-        return self._store.plane.name
-
-    @property
-    def daemon_restarts(self) -> Sequence[Restart]:
-        """The restarts of the store daemon after which this rank has gone on training."""
-        return self._store.restarts
-
-    def placement(self) -> dict[str, dict[str, int]]:
-        """Return where this rank's state lives.
-
-        Returns:
-            For "parameters", "gradients" and "optimizer" (master weights and optimizer states), the bytes in each home
-            ("device", "host", "nvme").
-        """
-        return placement_bytes(self._states)
-
-    def step_report(self) -> StepReport | None:
-        """Return how this rank spent the time of the last step, and how far the step was from the roofline.
-
-        Return None before the first step. The other ranks do not have to call this. The call waits for the store's
-        answer to one small RPC.
-        """
-        return self._reporter.last()
 
     # The methods below close the engine.
 
@@ -301,11 +264,13 @@ class Engine(EngineGetters):
         try:
             self.reload_states()
             if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
-                self._commits.commit_last_step()
-                self._commits.wait()
-                self._saved_steps.meet_at_the_end()
+                self._saved_steps.commit_and_meet()
         finally:
             self.close_without_commit()
+
+    def destroy(self) -> None:
+        """Close the engine, as `close` does."""
+        self.close()
 
     def close_without_commit(self) -> None:
         """Close the engine after a run that may have failed.
@@ -333,7 +298,7 @@ class Engine(EngineGetters):
             log.warning("paramserver: interrupted again, so the engine does not wait; committed steps are in the store")
         finally:
             if not self._loop.is_sharded:
-                self._model.leave()
+                self._held_model.leave()
 
     # The methods below let the engine behave as a torch module and as a context.
 

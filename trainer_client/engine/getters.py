@@ -63,11 +63,7 @@ class EngineGetters(nn.Module):
         return self._micro_batches.sizes.train
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return three numbers: the train batch size, the micro-batch size and the accumulation steps.
-
-        They are the samples in a step of all ranks, the samples in a micro-batch of one rank, and the micro-batches in
-        a step.
-        """
+        """Return the samples in a step of all ranks, those in a micro-batch of one rank, and the accumulation steps."""
         sizes = self._micro_batches.sizes
         return sizes.train, sizes.micro, sizes.accumulation
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer_client.engine.changes import StateChanges
 from trainer_client.engine.training_loop import TrainingLoop
@@ -29,8 +30,6 @@ class LoopPasses:
         """Serve the calls of one engine."""
         rank, parts = loop.rank, loop.parts
         self._loop, self._changes = loop, changes
-        self._module = loop.user.module
-        self._optimizer = loop.user.optimizer
         self._device = rank.collectives.device
         self._settings = rank.settings
         self._precision = PrecisionPolicy.of(rank.settings)
@@ -50,11 +49,8 @@ class LoopPasses:
         self._reporter = parts.reporter
         self._was_step_applied = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype.
-
-        With `torch_autocast` in the config, the forward runs under `torch.autocast`.
-        """
+    def forward(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of `model`: the engine's, or what the script has set in its place, such as a compiled one."""
         self._loop.require_open()
         self._hooks.forward.expect_none()
         self._passes.expect_loss()
@@ -62,7 +58,7 @@ class LoopPasses:
             self._run_state.note_late_changes()
         try:
             with self._precision.autocast(self._device), self._saving_boundaries():
-                return self._module(*args, **kwargs)
+                return model(*args, **kwargs)
         except BaseException:
             self._hooks.forward.fail()
             raise
@@ -167,7 +163,7 @@ class LoopPasses:
                 "communicates"
             )
         if boundary:
-            self._optimizer.check_groups()
+            self._loop.optimizer.check_groups()
             self._run_state.require_committable(self._loop.client_state)
         self._was_step_applied = False
         self._micro_batches.end()
@@ -234,11 +230,11 @@ class LoopPasses:
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group in the next step."""
-        return [group["lr"] for group in self._optimizer.param_groups]
+        return [group["lr"] for group in self._loop.optimizer.param_groups]
 
     def get_mom(self) -> list[float | tuple[float, float]]:
         """Return the momentum, or else the betas, of each parameter group in the next step; 0.0 for neither."""
-        return [group.get("momentum", group.get("betas", 0.0)) for group in self._optimizer.param_groups]
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._loop.optimizer.param_groups]
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -250,7 +246,7 @@ class LoopPasses:
         line = None
         every = self._settings.steps_per_print
         if self._collectives.rank == 0 and every and self._loop.global_steps % every == 0:
-            rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+            rates = [float(group["lr"]) for group in self._loop.optimizer.param_groups]
             shown = (self._loop.global_steps, self._step.skipped, rates, self._step.gradient_norm)
 
             def line(report: StepReport) -> None:

@@ -1,7 +1,8 @@
 """The engine's methods that read and change the states of single parameters, and make parameters whole.
 
-`training/access.py` reads and changes the states, and `training/whole_parameters.py` makes parameters whole within a
-context. This module must never change a state outside of a change that changes.py commits.
+This module owns which of these calls are possible when. `training/access.py` reads and changes the states, and
+`training/whole_parameters.py` makes parameters whole within a context. This module must never change a weight or an
+optimizer state outside of a change that changes.py commits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ class ParameterStates:
         """Serve the calls of one engine."""
         self._loop, self._changes = loop, changes
         self._refusals = loop.refusals
-        self._optimizer = loop.user.optimizer
         self._collectives = loop.rank.collectives
         self._access = loop.parts.access
         self._commits = loop.parts.commits
@@ -39,7 +39,7 @@ class ParameterStates:
         """
         found = self._access.parameter(parameter)
         counts = self._step.update_counts
-        return self._optimizer.has_states(found) and (found.tensor.requires_grad or counts[found.index] > 0)
+        return self._loop.optimizer.has_states(found) and (found.tensor.requires_grad or counts[found.index] > 0)
 
     def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return the whole values of one kind of a parameter, on the CPU, wherever they live. All ranks must call this.

@@ -1,8 +1,8 @@
 """Methods and attributes of a class that are those of one of its parts.
 
     class Engine:
-        get_full = method_of("_states", ParameterStates.get_full)
-        global_steps = AttributeOf[int]("_loop", "global_steps")
+        get_full = method_of("_parameter_states", ParameterStates.get_full)
+        global_steps = AttributeOf[int]("_loop")
 
 This module owns nothing. It must never change what a part's method takes, returns or raises.
 """
@@ -33,11 +33,17 @@ def method_of(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[C
 
 
 class AttributeOf(Generic[T]):
-    """An attribute of an object that is the attribute of the same or another name of one of its parts."""
+    """An attribute of an object that is read and set in one of its parts, where it has the same name.
 
-    def __init__(self, part: str, name: str) -> None:
-        """Name the attribute of the object that is the part, and the part's attribute."""
-        self._part, self._name = part, name
+    It is no entry of the object's `__dict__`, and cannot be deleted.
+    """
+
+    def __init__(self, part: str) -> None:
+        """Name the object's attribute that is the part."""
+        self._part, self._name = part, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
     @overload
     def __get__(self, whole: None, owner: type) -> Self: ...

@@ -1,7 +1,7 @@
 """The engine's methods that wait for commits, and save steps as checkpoints or as files of other frameworks.
 
-This module owns the order in which ranks commit, keep and export a step. `training/run/checkpoints.py` knows
-checkpoints, and `exchange/export.py` the other formats.
+This module owns the order in which ranks commit, keep and export a step. It must never make a training step.
+`training/run/checkpoints.py` knows checkpoints, and `exchange/export.py` the other formats.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SavedSteps:
         """
         self._commits.commit_last_step()
         self._commits.wait_until_settled()
-        self._changes.commit_those_of_script()
+        self._changes.commit_changes_of_script()
 
     def save_checkpoint(
         self,
@@ -112,7 +112,7 @@ class SavedSteps:
         if not save_dir:
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name the directory of the checkpoints")
         self._loop.require_open()
-        self._changes.commit_those_of_script()
+        self._changes.commit_changes_of_script()
         if self._commits.is_behind:
             self._commits.begin(self._loop.encoded_state())
         self._commits.wait()
@@ -196,13 +196,16 @@ class SavedSteps:
             log.warning("paramserver: loaded %s: the next step is %d", loaded.path, self._loop.global_steps + 1)
         return loaded.path, loaded.client_state
 
-    def meet_at_the_end(self) -> None:
-        """Commit what the script has changed since the last step, and wait for the other ranks.
+    def commit_and_meet(self) -> None:
+        """Commit the last step and what the script has changed since, and wait for the other ranks.
 
-        All ranks must call this. If another rank has failed or gone, this rank only logs a warning.
+        All ranks must call this at the end of the run. If another rank has failed or gone after the commit of the last
+        step, this rank only logs a warning. The call raises what a failed commit raises.
         """
+        self._commits.commit_last_step()
+        self._commits.wait()
         try:
-            self._changes.commit_those_of_script()
+            self._changes.commit_changes_of_script()
             self._commits.wait()
             self._collectives.barrier("the end of the run")
             self._commits.record_settled()
@@ -237,7 +240,7 @@ class SavedSteps:
             ExportError: the destination exists or cannot be written; raised on rank 0 alone.
         """
         self._loop.require_between_steps("an export")
-        self._changes.commit_those_of_script()
+        self._changes.commit_changes_of_script()
         stores = [address.decode() for address in self._collectives.gather_bytes(self._store.address.encode())]
         pending = None
         try:

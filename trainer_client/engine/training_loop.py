@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_client.client.transport.attachments import Restart
 from trainer_client.client.transport.own_process import OwnProcess
 from trainer_client.errors import PhaseError
 from trainer_client.training.access import StateAccess
 from trainer_client.training.model.gather import Gather
 from trainer_client.training.model.placement import Residence
 from trainer_client.training.model.refusals import ModelRefusals
-from trainer_client.training.model.states import PlacedStates
+from trainer_client.training.model.states import PlacedStates, placement_bytes
 from trainer_client.training.model.tiling import Tiling
 from trainer_client.training.report.reporter import Reporter
+from trainer_client.training.report.step_report import StepReport
 from trainer_client.training.report.throughput import ThroughputTimer
 from trainer_client.training.run.backward_passes import BackwardPasses
 from trainer_client.training.run.checkpoints import Checkpoints
@@ -40,7 +42,7 @@ from trainer_client.training.whole_parameters import WholeParameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """The objects to which an engine's methods pass their calls. assembly.py makes them.
+    """The objects of `trainer_client.training` that the calls of an engine use. assembly.py makes them.
 
     Attributes:
         tiling: the parameters that are cut into tiles.
@@ -71,9 +73,14 @@ class EngineParts:
 
 
 class TrainingLoop:
-    """The training loop of one engine. The docstring of `Engine` explains the counters and `client_state`.
+    """The training loop of one engine.
+
+    The docstring of `Engine` explains the counters, `client_state`, `optimizer`, `lr_scheduler` and `tput_timer`.
 
     Attributes:
+        user: the model, its parameters, and what else the script has given to `initialize`.
+        rank: the settings, the ranks and the store of this rank.
+        parts: the objects that the calls of the engine use.
         is_sharded: whether the parameters of some group have no values on this rank outside of forwards (stage 3).
         refusals: the calls of the model that are refused while the engine has it.
         is_closed: whether the engine was closed.
@@ -88,6 +95,7 @@ class TrainingLoop:
         self.global_samples = 0
         self.resumed_step = 0
         self.client_state: dict[str, Any] = {}
+        self.optimizer = user.optimizer
         self.lr_scheduler = user.lr_scheduler
         self.tput_timer = ThroughputTimer()
         self.is_sharded = any(state.placement.residence is Residence.SHARDED for state in parts.states)
@@ -108,6 +116,33 @@ class TrainingLoop:
     def is_of_this_process(self) -> bool:
         """Whether this process has made the loop, and is not a forked child of the one that has."""
         return self._process.is_here
+
+    @property
+    def data_plane(self) -> str:
+        """The way in which tensors pass between store and rank: "arena" (shared memory) or "streams" (gRPC)."""
+        return self._store.plane.name
+
+    @property
+    def daemon_restarts(self) -> Sequence[Restart]:
+        """The restarts of the store daemon after which this rank has gone on training."""
+        return self._store.restarts
+
+    def placement(self) -> dict[str, dict[str, int]]:
+        """Return where this rank's state lives.
+
+        Returns:
+            For "parameters", "gradients" and "optimizer" (master weights and optimizer states), the bytes in each home
+            ("device", "host", "nvme").
+        """
+        return placement_bytes(self.parts.states)
+
+    def step_report(self) -> StepReport | None:
+        """Return how this rank spent the time of the last step, and how far the step was from the roofline.
+
+        Return None before the first step. The other ranks do not have to call this. The call waits for the store's
+        answer to one small RPC.
+        """
+        return self.parts.reporter.last()
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine is closed, and PhaseError if it is in a phase that allows no call."""

@@ -1,7 +1,7 @@
 """The engine's methods that return, load and write the weights of the whole model.
 
-This module owns the names under which whole models are loaded, and the file of 16-bit weights. `training/access.py`
-reads and changes the weights.
+This module owns the names under which whole models are loaded, and the file of 16-bit weights. It must never change a
+weight outside of a change that changes.py commits. `training/access.py` reads and changes the weights.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class WholeModel:
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the weights as forward computes with them on rank 0, and None on the others. All ranks must call this.
 
-        Accelerate and the Trainer of transformers call it by DeepSpeed's name to save the model.
+        Accelerate and the Trainer of transformers call it as `_zero3_consolidated_16bit_state_dict` to save the model.
         """
         self._loop.require_open()
         weights = self._parameter_state_dict(exclude_frozen_parameters)

@@ -374,7 +374,7 @@ def engine_config(run: Run) -> dict[str, Any]:
 def moments_of(engine: trainer_client.Engine) -> dict[str, torch.Tensor]:
     """Return the optimizer's states by "FQN/state", gathered from all ranks. This is a collective."""
     moments = {}
-    for state in engine._states:
+    for state in engine._loop.parts.states:
         group = state.group
         for kind in group.state_kinds:
             whole = torch.empty(group.slot_table.numel, device=engine.device)
@@ -426,7 +426,7 @@ def train_through_store(run: Run) -> Result:
             norms=norms,
             weights=engine.full_state_dict(),
             boundaries={} if report is None else dict(report.boundaries),
-            tiles=sum(p.tile_of is not None for state in engine._states for p in state.group.parameters),
+            tiles=sum(p.tile_of is not None for state in engine._loop.parts.states for p in state.group.parameters),
             plane=engine.data_plane,
             moments=moments_of(engine) if run.with_masters else {},
             skipped=engine.skipped_steps,

@@ -35,8 +35,8 @@ class Whole:
         self._part = Part()
 
     add = method_of("_part", Part.add)
-    count = AttributeOf[int]("_part", "count")
-    doubled = AttributeOf[int]("_part", "doubled")
+    count = AttributeOf[int]("_part")
+    doubled = AttributeOf[int]("_part")
 
 
 def test_a_method_is_called_on_the_part_of_its_own_object() -> None:
