@@ -76,6 +76,9 @@ class RawStream:
 @contextmanager
 def through(daemon: Daemon, directory: Path, name: str) -> Iterator[tuple[Cutter, RankStore]]:
     """Open a session of the training library over connections that the test can cut."""
+    # A client of an earlier test may have left a mapping of the same arena to the garbage collector. If the collector
+    # closed it later, the kernel would release this process's locks on the arena, also that of the session's slot.
+    gc.collect()
     with Cutter(directory / "cutter", daemon.socket) as cutter, closing(RankStore(cutter.address, name)) as store:
         yield cutter, store
 
