@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 from paramserver.dataplane.lending import Lending
 from paramserver.dataplane.raw_stream import RawContext
@@ -31,6 +32,7 @@ from paramserver.sessions.session import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base.errors import InvalidRequestError
+from storage.base.shard import Kind
 from storage.base.slices import in_slices
 from storage.engine import Engine
 from storage.state.slab import NEVER
@@ -311,21 +313,19 @@ class ParameterStore:
 
     @needs(Right.SESSION)
     async def DigestSlabs(self, request: pb.DigestSlabsRequest, session: ClientSession) -> pb.DigestSlabsResponse:
-        reader = session.reader(request.reader_id) if request.reader_id else None
-        job = None if reader is not None else await session.job()
+        read: Callable[[str, Kind], Awaitable[tuple[int | None, bytes]]]
+        if request.reader_id:
+            read = session.reader(request.reader_id).digest
+        else:
+            read = partial(self._engine.reader.digest, await session.job())
         response = pb.DigestSlabsResponse()
-        # A request can name one slab thousands of times. The daemon reads it once, so that such a request costs no more
-        # than an honest one.
-        found: dict[tuple[str, int], tuple[int | None, bytes]] = {}
+        # The daemon reads each slab once, because a request that names one slab thousands of times would otherwise keep
+        # the daemon busy for seconds.
+        found: dict[tuple[str, Kind], tuple[int | None, bytes]] = {}
         for name in convert.batch(request.slabs, "slabs"):
-            slab = (name.group, name.kind)
+            slab = (name.group, convert.kind(name.kind))
             if slab not in found:
-                kind = convert.kind(name.kind)
-                if reader is not None:
-                    found[slab] = await reader.digest(name.group, kind)
-                else:
-                    assert job is not None
-                    found[slab] = await self._engine.reader.digest(job, name.group, kind)
+                found[slab] = await read(*slab)
             version, digest = found[slab]
             response.slabs.append(pb.DigestSlabsResponse.SlabDigest(digest=digest, version=version))
         return response

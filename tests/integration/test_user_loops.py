@@ -565,7 +565,8 @@ class Doubled(nn.Module):
 def test_an_engine_uses_the_model_optimizer_and_schedule_that_the_script_sets_on_it(model_store: str) -> None:
     """As scripts do with `engine.module = torch.compile(engine.module)`."""
     with start(nn.Linear(4, 1), config_of(model_store, "set on the engine")) as engine:
-        around = engine.module = Doubled(engine.module)
+        plain = engine.module
+        around = engine.module = Doubled(plain)
         assert engine(torch.ones(2, 4)).tolist() == around(torch.ones(2, 4)).tolist()
         assert around.calls == 2
         own = engine.optimizer
@@ -578,3 +579,6 @@ def test_an_engine_uses_the_model_optimizer_and_schedule_that_the_script_sets_on
         scheduler.step.assert_called_once_with()
         engine.global_steps = 5
         assert engine.global_steps == 5
+        with mock.patch.object(engine, "zero_grad") as dropped:
+            plain.zero_grad()
+        dropped.assert_called_once_with(True)

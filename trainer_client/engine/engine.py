@@ -107,6 +107,7 @@ class Engine(EngineGetters):
         # The hooks on the model refer to the engine, so the engine is not garbage-collected while a script keeps only
         # the model.
         parts.hooks.serve(self)
+        loop.refusals.replace_zero_grad(user.module, self._drop_gradients)
         self._remains = Remains(self, resources.apart)
         at_exit.register(self, Engine._close_after_failure)
 
@@ -155,6 +156,12 @@ class Engine(EngineGetters):
     is_gradient_accumulation_boundary = method_of("_step_gradient", StepGradient.is_gradient_accumulation_boundary)
     set_train_batch_size = method_of("_step_gradient", StepGradient.set_train_batch_size)
     set_train_micro_batch_size = method_of("_step_gradient", StepGradient.set_train_micro_batch_size)
+
+    def _drop_gradients(self, set_to_none: bool = True) -> None:
+        """Drop what `zero_grad` drops, and the `.grad` of parameters whose gradients the engine does not take."""
+        self.zero_grad(set_to_none)
+        if not self.has_gradient:
+            type(self.module).zero_grad(self.module, set_to_none)
 
     # The methods below wait for commits, and save and load steps.
 

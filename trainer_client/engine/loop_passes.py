@@ -85,11 +85,7 @@ class LoopPasses:
             NotScalarError: the loss is no scalar.
         """
         self._loop.require_open()
-        if loss.numel() != 1:
-            raise NotScalarError(
-                f"engine.backward(loss) needs a scalar tensor, and this one has shape {list(loss.shape)}: pass a "
-                "scalar, or call output.backward(gradient)"
-            )
+        _require_scalar("engine.backward(loss)", loss, "pass a scalar, or call output.backward(gradient)")
         divisor = self._micro_batches.sizes.accumulation if scale_wrt_gas else 1
         if divisor > 1:
             loss = loss / divisor
@@ -116,10 +112,7 @@ class LoopPasses:
             NotScalarError: the loss is no scalar.
         """
         self._loop.require_open()
-        if loss.numel() != 1:
-            raise NotScalarError(
-                f"engine.scale(loss) needs a scalar tensor, and this one has shape {list(loss.shape)}: pass a scalar"
-            )
+        _require_scalar("engine.scale(loss)", loss, "pass a scalar")
         return self._passes.scale(loss)
 
     def require_reduced_gradients(self) -> None:
@@ -182,9 +175,9 @@ class LoopPasses:
         skipped, limit = self._step.skipped_in_row, self._settings.paramserver.max_consecutive_skipped_steps
         if limit is not None and skipped >= limit:
             raise NonFiniteGradientError(
-                f"the gradients of {skipped} steps in a row, up to step {self._loop.global_steps}, are "
-                "not finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
-                "states are those before these steps"
+                f"the gradients of {skipped} steps in a row, up to step {self._loop.global_steps}, are not finite "
+                "(paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the states are "
+                "those before these steps"
             )
 
     def _make_step(self) -> None:
@@ -254,3 +247,9 @@ class LoopPasses:
 
         self._reporter.end_step(self._loop.global_steps, line)
         self._log_context.step = self._loop.global_steps + 1
+
+
+def _require_scalar(call: str, loss: torch.Tensor, instead: str) -> None:
+    """Raise NotScalarError if the loss that `call` was given has not one element; `instead` says what to do."""
+    if loss.numel() != 1:
+        raise NotScalarError(f"{call} needs a scalar tensor, and this one has shape {list(loss.shape)}: {instead}")

@@ -16,15 +16,13 @@ class StepGradient:
     """The gradient of the step under way, as the script drops, clips and reduces it, and its micro-batches."""
 
     def __init__(self, loop: TrainingLoop) -> None:
-        """Serve the calls of one engine, and have `zero_grad` of its model drop the gradients."""
+        """Serve the calls of one engine."""
         self._loop = loop
-        self._module = loop.user.module
         self._collectives = loop.rank.collectives
         self._commits = loop.parts.commits
         self._hooks = loop.parts.hooks
         self._micro_batches = loop.parts.micro_batches
         self._step = loop.parts.step
-        loop.refusals.replace_zero_grad(loop.user.module, self._drop_gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of backward passes that no `step` has followed. Every rank must call it alike.
@@ -42,12 +40,6 @@ class StepGradient:
             self._step.drop_gradients()
             self._micro_batches.drop_backwards()
             self._hooks.show_gradients()
-
-    def _drop_gradients(self, set_to_none: bool = True) -> None:
-        """Drop what `zero_grad` drops, and the `.grad` of parameters whose gradients the engine does not take."""
-        self.zero_grad(set_to_none)
-        if not self.has_gradient:
-            type(self._module).zero_grad(self._module, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradient of the step under way by its 2-norm when the step is made. All ranks must call this.
