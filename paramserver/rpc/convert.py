@@ -300,7 +300,8 @@ def optimizer_update(
     if clip_value is not None and not (math.isfinite(clip_value) and clip_value > 0):
         raise InvalidRequestError(f"group {group.name!r}: grad_clip_value {clip_value} must be positive and finite")
     for index in set(indexes) - {-1}:
-        _check_states(group, hyper_parameters[index])
+        shards = [shard for shard, of_shard in zip(group.shards, indexes, strict=True) if of_shard == index]
+        _check_states(group, shards, hyper_parameters[index])
     return OptimizerUpdate(
         shards=group.shards,
         hyper_parameters=[None if index < 0 else hyper_parameters[index] for index in indexes],
@@ -309,14 +310,15 @@ def optimizer_update(
     )
 
 
-def _check_states(group: GroupSpec, row: HyperParameters) -> None:
-    """Check that the group has the states that the optimizer needs. Raise InvalidRequestError otherwise."""
+def _check_states(group: GroupSpec, shards: Sequence[Shard], row: HyperParameters) -> None:
+    """Check that some shards have the states that the optimizer needs. Raise InvalidRequestError otherwise."""
     needed = {KIND_FROM_WIRE[kind] for kind in state_kinds(row)}
-    if missing := sorted(kind.value for kind in needed - group.slab_of_kind.keys()):
-        raise InvalidRequestError(
-            f"group {group.name!r} cannot be updated by {row.WhichOneof('optimizer')}: it was registered without "
-            f"{', '.join(missing)}"
-        )
+    for shard in shards:
+        if missing := sorted(kind.value for kind in needed if not group.keeps(kind, shard)):
+            raise InvalidRequestError(
+                f"{shard.fqn!r} in group {group.name!r} cannot be updated by {row.WhichOneof('optimizer')}: it was "
+                f"registered without {', '.join(missing)}"
+            )
 
 
 def hyper_parameters(message: HyperParameters) -> HyperParameters:

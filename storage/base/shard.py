@@ -162,6 +162,11 @@ class GroupSpec:
         """Return how the elements of one kind lie in its bytes."""
         return self.slab_of_kind[kind].layout(self.numel)
 
+    def keeps(self, kind: Kind, shard: Shard) -> bool:
+        """Return whether the group has bytes of one kind for all elements of a shard."""
+        first = shard.group_offset
+        return kind in self.slab_of_kind and self.layout(kind).keeps(first, first + shard.numel)
+
     def fqns_at(self, kind: Kind, offset: int, nbytes: int) -> tuple[str, ...]:
         """Return the FQNs of the shards that have elements in the bytes `[offset, offset + nbytes)` of one kind."""
         first, end = self.layout(kind).elements_of(offset, offset + nbytes)

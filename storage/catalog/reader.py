@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.base.codec import PLAIN, codec_named
+from storage.base.codec import PLAIN, codecs_named
 from storage.base.errors import DataLossError
 from storage.base.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, SlabKey, SlabSpec, TierName
 from storage.catalog.digest import digest, digest_of_rows
@@ -75,9 +75,10 @@ class VerifiedJob:
     def _groups(self) -> tuple[GroupSpec, ...]:
         slabs: dict[int, list[SlabSpec]] = {}
         for _, group, kind, dtype, placement, codec in self.entry.layout.slabs:
-            name = PLAIN if codec is None else codec_named(codec).name
+            if codec is not None:
+                codecs_named(codec)
             slabs.setdefault(group, []).append(
-                SlabSpec(kind=KINDS[kind], dtype=_DTYPES[dtype], placement=_TIERS[placement], codec=name)
+                SlabSpec(kind=KINDS[kind], dtype=_DTYPES[dtype], placement=_TIERS[placement], codec=codec or PLAIN)
             )
         return tuple(
             GroupSpec(name=name, numel=numel, shards=shards_from_text(shards), slabs=tuple(slabs[group]))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from storage.base.codec import EncodedLayout
 from storage.base.errors import NotFoundError
 from storage.base.integrity import BLOCK_BYTES
 from storage.base.shard import DType, Kind
@@ -169,7 +170,7 @@ def bytes_in_place(slab: Slab, start: int, stop: int, at: int) -> int:
 
     A direct read needs whole checksum blocks of a plain slab, whose place begins with a page.
     """
-    if slab.layout.codec is not None or start % BLOCK_BYTES or at % PAGE_BYTES:
+    if isinstance(slab.layout, EncodedLayout) or start % BLOCK_BYTES or at % PAGE_BYTES:
         return 0
     return (stop - start) // BLOCK_BYTES * BLOCK_BYTES
 

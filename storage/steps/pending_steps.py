@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from storage.base.codec import encode
+from storage.base.codec import EncodedLayout, encode
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import Kind, SlabKey
 from storage.base.slices import in_slices
@@ -243,8 +243,8 @@ class PendingSteps:
         """
         try:
             slab = job.slab(group, kind)
-            if slab.layout.codec is not None:
-                staged = await self._encode(job, slab, staged)
+            if isinstance(slab.layout, EncodedLayout):
+                staged = await self._encode(job, slab, slab.layout, staged)
             self._check_put(job, step, slab)
         except BaseException:
             self._scratch.free(staged)
@@ -254,12 +254,12 @@ class PendingSteps:
         if slab.backed:
             await self._backing.watch.unless_stuck(_outcome(write))
 
-    async def _encode(self, job: Job, slab: Slab, staged: ArenaRange) -> ArenaRange:
+    async def _encode(self, job: Job, slab: Slab, layout: EncodedLayout, staged: ArenaRange) -> ArenaRange:
         """Return a range with the records of staged elements, and free the range of the elements."""
         encoded = await self._scratch.allocate(job.spec.name, slab.nbytes)
         try:
             elements = self._host.tensor(staged, slab.spec.dtype, slab.numel)
-            await encode(slab.layout, elements, self._host.view(encoded))
+            await encode(layout, elements, 0, self._host.view(encoded))
         except BaseException:
             self._scratch.free(encoded)
             raise

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from storage.base.codec import decode, encode
+from storage.base.codec import EncodedLayout, decode, encode
 from storage.base.errors import ConflictError, StepAbortedError
 from storage.base.shard import Kind
 from storage.memory.host_cache import HostCache
@@ -101,13 +101,15 @@ class SlabPins:
             fetching = self._fetch(job, slab, position, as_of)
             release = partial(self._host_cache.unpin, slab)
             copy = await self._backing.watch.unless_stuck(fetching, release=release)
-        return Pin(slab, copy) if slab.layout.codec is None else await self._decode(job, Pin(slab, copy))
+        pin = Pin(slab, copy)
+        return await self._decode(job, pin, slab.layout) if isinstance(slab.layout, EncodedLayout) else pin
 
-    async def _decode(self, job: Job, pin: Pin) -> Pin:
+    async def _decode(self, job: Job, pin: Pin, layout: EncodedLayout) -> Pin:
         """Return the pin of an encoded slab with a range that holds the decoded elements."""
         try:
             pin = replace(pin, decoded=await self._scratch.allocate(job.spec.name, pin.nbytes))
-            await decode(pin.slab.layout, *self._memory(pin))
+            records, elements = self._memory(pin)
+            await decode(layout, records, 0, elements)
         except BaseException:
             self.unpin(pin)
             raise
@@ -239,7 +241,7 @@ class SlabPins:
             slab.latest = None
         self._host_cache.pin_to_write(slab.copy)
         pin = Pin(slab, slab.copy)
-        if slab.layout.codec is None:
+        if not isinstance(slab.layout, EncodedLayout):
             return pin
         try:
             return replace(pin, decoded=await self._scratch.allocate(job.spec.name, pin.nbytes))
@@ -263,9 +265,9 @@ class SlabPins:
             job = self._jobs.holder(slab.key)
             step = job.first_step
             pending = job.open_pending(step)
-            if pin.decoded is not None:
+            if isinstance(slab.layout, EncodedLayout):
                 records, elements = self._memory(pin)
-                await encode(slab.layout, elements, records)
+                await encode(slab.layout, elements, 0, records)
             async with AsyncExitStack() as filling:
                 if slab.backing is not None:
                     new = self._backing.new_version(

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 import torch
 import xxhash
 
-from storage.base.codec import SlabLayout, decode
+from storage.base.codec import EncodedLayout, decode
 from storage.base.errors import ConflictError, NotFoundError
 from storage.base.shard import DType, Kind
 from storage.base.slices import in_slices
@@ -100,14 +100,13 @@ class RangeReader:
     async def _piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
         async with self._tiles.buffer() as buffer:
             layout = slab.layout
+            if isinstance(layout, EncodedLayout):
+                return await _decoded(layout, start, end, buffer, read)
             block = layout.block_bytes
-            wanted = layout.bytes_of(start // layout.itemsize, -(-end // layout.itemsize))
-            first = wanted.start // block * block
-            whole = min(round_up(wanted.stop, block), round_up(slab.nbytes)) - first
+            first = start // block * block
+            whole = min(round_up(end, block), round_up(slab.nbytes)) - first
             length = min(len(buffer) // block * block, whole)
             await read(first, buffer[:length])
-            if layout.codec is not None:
-                return await _decoded(layout, first, buffer[:length], start, end)
             return bytes(buffer[start - first : min(end, first + length) - first])
 
     async def digest(self, job: Job, group: str, kind: Kind) -> tuple[int | None, bytes]:
@@ -195,16 +194,16 @@ class RangeReader:
             await self._backing.read_into(slab.source(slab.latest), start, buffer)
 
 
-async def _decoded(layout: SlabLayout, first: int, records: memoryview, start: int, end: int) -> bytes:
-    """Return bytes `[start, end)` of an encoded slab's elements, as far as `records`, from byte `first` on, have them.
-
-    Byte `start` is an element of the first record.
-    """
-    begin, stop = layout.elements_of(first, first + len(records))
-    elements = torch.empty(stop - begin)
-    await decode(layout, records, elements)
-    at = begin * layout.itemsize
-    return elements.view(torch.uint8)[start - at : min(end, stop * layout.itemsize) - at].numpy().tobytes()
+async def _decoded(layout: EncodedLayout, start: int, end: int, buffer: memoryview, read: ReadBlocks) -> bytes:
+    """Return as many bytes `[start, end)` of an encoded slab's elements as the records have that fit into `buffer`."""
+    size = layout.itemsize
+    first, stop = layout.records_within(start // size, -(-end // size), len(buffer))
+    span = layout.bytes_of(first, stop)
+    records = buffer[: span.stop - span.start]
+    await read(span.start, records)
+    elements = torch.empty(stop - first)
+    await decode(layout, records, first, elements)
+    return elements.view(torch.uint8)[start - first * size : min(end, stop * size) - first * size].numpy().tobytes()
 
 
 class StepReader:

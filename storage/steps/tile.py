@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from storage.base.codec import SlabLayout
+from storage.base.codec import EncodedLayout, SlabLayout
 from storage.base.errors import DamagedBlockError
 from storage.base.shard import DType, Kind
 from storage.state.slab import HostCopy, Slab
@@ -89,17 +89,20 @@ class Scratch(threading.local):
 
 
 class Mapped:
-    """The bytes of one kind in one tile: `view`, whole pages of host memory, is at byte `offset` of the kind's bytes.
+    """The bytes of one kind in one tile, which are in `view`, whole pages of host memory.
 
-    `source` is the region from which the bytes are read; None if they are in memory already.
+    Attributes:
+        source: the region from which the bytes are read; None if they are in memory already.
     """
 
     def __init__(
-        self, view: memoryview, offset: int, dtype: DType, layout: SlabLayout, source: Region | None = None
+        self, view: memoryview, start: int, dtype: DType, layout: SlabLayout, source: Region | None = None
     ) -> None:
+        """Make the part of a tile that begins with element `start` of the group."""
         self.source = source
         self._view = view
-        self._offset = offset
+        self._start = start
+        self._offset = layout.bytes_of(start, start).start
         self._dtype = dtype.torch
         self._layout = layout
 
@@ -113,9 +116,13 @@ class Mapped:
 
         Without `end` the move goes to the end of the tile's last page.
         """
-        start = self._layout.bytes_of(0, first).stop
-        stop = None if end is None else self._layout.bytes_of(first, end).stop
-        return Move(region, self._offset + start, self._view[start:stop])
+        span = self._span(first, first + 1 if end is None else end)
+        return Move(region, self._offset + span.start, self._view[span.start : None if end is None else span.stop])
+
+    def _span(self, first: int, end: int) -> slice:
+        """Return the bytes of `view` that hold elements `[first, end)` of the tile."""
+        span = self._layout.bytes_of(self._start + first, self._start + end)
+        return slice(span.start - self._offset, span.stop - self._offset)
 
 
 class MappedSlab(Mapped):
@@ -124,8 +131,8 @@ class MappedSlab(Mapped):
     A kernel works on them in place.
     """
 
-    def __init__(self, passage: Passage, view: memoryview, offset: int, before: memoryview | None) -> None:
-        super().__init__(view, offset, passage.slab.spec.dtype, passage.slab.layout, passage.source)
+    def __init__(self, passage: Passage, view: memoryview, start: int, before: memoryview | None) -> None:
+        super().__init__(view, start, passage.slab.spec.dtype, passage.slab.layout, passage.source)
         self.passage = passage
         self.kind = passage.slab.key.kind
         self.target = passage.target
@@ -152,6 +159,12 @@ class MappedSlab(Mapped):
 class EncodedSlab(MappedSlab):
     """The bytes of one encoded slab in one tile. A kernel works on its elements in scratch memory."""
 
+    def __init__(
+        self, passage: Passage, view: memoryview, start: int, before: memoryview | None, encoding: EncodedLayout
+    ) -> None:
+        super().__init__(passage, view, start, before)
+        self._encoding = encoding
+
     def load(self, first: int, end: int, scratch: Scratch) -> torch.Tensor:
         """Return decoded elements; see `MappedSlab.load`."""
         elements = scratch.decoded(self.kind)[: end - first]
@@ -159,12 +172,12 @@ class EncodedSlab(MappedSlab):
             elements.zero_()
         elif self.passage.reads:
             old = self._view if self._before is None else self._before
-            self._layout.decode(old[self._layout.bytes_of(first, end)], elements)
+            self._encoding.decode(old[self._span(first, end)], self._start + first, elements)
         return elements
 
     def store(self, first: int, end: int, elements: torch.Tensor) -> None:
         """Encode the elements; see `MappedSlab.store`."""
-        self._layout.encode(elements, self._view[self._layout.bytes_of(first, end)])
+        self._encoding.encode(elements, self._start + first, self._view[self._span(first, end)])
 
 
 class Parts:
@@ -200,12 +213,14 @@ class Parts:
     def reads(self, first: int, end: int) -> list[Move[Region]]:
         """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
         stop = end if end < self._numel else None
-        return [m.move(m.source, first, stop) for m in (*self._mapped, self._gradient) if m.source is not None]
+        moves = [m.move(m.source, first, stop) for m in (*self._mapped, self._gradient) if m.source is not None]
+        return [move for move in moves if move.buffer]
 
     def writes(self, first: int = 0, end: int | None = None) -> list[Move[Region]]:
         """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
         stop = end if end is not None and end < self._numel else None
-        return [m.move(m.target, first, stop) for m in self._mapped if m.target is not None]
+        moves = [m.move(m.target, first, stop) for m in self._mapped if m.target is not None]
+        return [move for move in moves if move.buffer]
 
     def work(self, first: int) -> int:
         """Work on the parts from element `first` on.

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from storage.base.codec import PLAIN, TILE_QUANTUM, layout_of
+from storage.base.codec import PLAIN, TILE_QUANTUM, EncodedLayout, layout_of
 from storage.base.errors import BudgetExceededError
 from storage.base.position_lock import PositionLock
 from storage.base.shard import MAX_OPTIMIZER_STATES, Kind
@@ -414,10 +414,10 @@ class Transformer:
         layout = layout_of(PLAIN, gradient.numel, gradient.dtype.itemsize)
         span = pages_of(layout.bytes_of(start, start + numel))
         if isinstance(place, ArenaRange):
-            return Mapped(self._host.view(place)[span], span.start, gradient.dtype, layout)
+            return Mapped(self._host.view(place)[span], start, gradient.dtype, layout)
         assert buffers.of_gradient is not None, "a spilled gradient has a buffer of its own"
         view = self._host.view(buffers.of_gradient)[: span.stop - span.start]
-        return Mapped(view, span.start, gradient.dtype, layout, source=place)
+        return Mapped(view, start, gradient.dtype, layout, source=place)
 
     def _map(self, range_: ArenaRange | None, start: int, numel: int, passages: Sequence[Passage]) -> list[MappedSlab]:
         """Return the memory of each slab's part of the tile, which is in the slab's copy or in the tile's buffer."""
@@ -431,9 +431,12 @@ class Transformer:
             else:
                 assert range_ is not None, "a slab without a copy has a place in the buffer"
                 view = self._host.view(range_)[used : used + span.stop - span.start]
-                used += layout.bytes_of(0, self._tiles.elements).stop
+                used += span.stop - span.start
             before = None if passage.before is None else self._host.view(passage.before.arena_range)[span]
-            mapped.append((EncodedSlab if layout.codec else MappedSlab)(passage, view, span.start, before))
+            if isinstance(layout, EncodedLayout):
+                mapped.append(EncodedSlab(passage, view, start, before, layout))
+            else:
+                mapped.append(MappedSlab(passage, view, start, before))
         return mapped
 
     def _finish(self, passage: Passage, step: int) -> None:

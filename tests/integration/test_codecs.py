@@ -15,6 +15,7 @@ from tests.integration.support.daemon import Daemon
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import TILED, Layout
 from tests.unit.storage.root_codec import ROOT
+from tests.unit.storage.test_codec import RANGES
 from trainer_client.client.store_client.connection import Connection
 from trainer_client.client.transport.credentials import NO_CREDENTIALS
 from trainer_client.copying.put_step import copy_step
@@ -26,7 +27,7 @@ ENCODED = Layout(numels=TILED, precision=DType.BFLOAT16, codec=ROOT.name)
 
 
 def copy(origin: Daemon, target: Daemon) -> None:
-    """Copy the newest step of the job from one daemon to another one."""
+    """Copy the newest step of the job, which both layouts name alike, from one daemon to another one."""
     source, sink = (
         Connection(daemon.address, "test", NO_CREDENTIALS, prefer_streams=False) for daemon in (origin, target)
     )
@@ -34,26 +35,27 @@ def copy(origin: Daemon, target: Daemon) -> None:
         copy_step(source, sink, ENCODED.name)
 
 
-def test_encoded_states_outlive_a_kill_and_are_copied_as_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [ENCODED, RANGES], ids=["encoded", "ranges"])
+def test_encoded_states_outlive_a_kill_and_are_copied_as_the_same_bits(tmp_path: Path, layout: Layout) -> None:
     with Daemon(tmp_path / "state", BUDGETS, module=CODING) as daemon, Clients(daemon.address) as clients:
-        rank = clients.rank(ENCODED).begin()
+        rank = clients.rank(layout).begin()
         rank.train(1, 3)
         rank.assert_at(3)
         # The lease on a state has its elements, four bytes for each, and not its records.
-        lease = rank.acquire(ENCODED.groups[0], Kind.EXP_AVG, pb.LEASE_MODE_READ)
-        assert lease.size_bytes == 4 * ENCODED.group(ENCODED.groups[0]).numel
+        lease = rank.acquire(layout.groups[0], Kind.EXP_AVG, pb.LEASE_MODE_READ)
+        assert lease.size_bytes == 4 * layout.group(layout.groups[0]).numel
         daemon.kill()
     with ExitStack() as running:
         daemon = running.enter_context(Daemon(tmp_path / "state", BUDGETS, module=CODING))
         clients = running.enter_context(Clients(daemon.address))
-        rank = clients.rank(ENCODED)
+        rank = clients.rank(layout)
         assert rank.resume() == 3
         rank.train(4, 5)
         rank.assert_at(5)
         rank.close()
         other = running.enter_context(Daemon(tmp_path / "other", BUDGETS, module=CODING))
         copy(daemon, other)
-        copied: Rank = running.enter_context(Clients(other.address)).rank(ENCODED)
+        copied: Rank = running.enter_context(Clients(other.address)).rank(layout)
         assert copied.resume() == 5
         copied.assert_at(5)
         copied.train(6, 6)

@@ -23,7 +23,7 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.base import syscalls
-from storage.base.codec import PLAIN
+from storage.base.codec import PLAIN, AbsentCodec, codecs_named
 from storage.base.config import EngineConfig
 from storage.base.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.engine import Engine
@@ -36,7 +36,7 @@ from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.contract import BackingTier, CopyTier, Region
 from storage.tiers.extents import unused_runs
 from storage.tiers.nvme import NvmeRegion
-from tests.unit.storage.root_codec import rounded
+from tests.unit.storage.root_codec import ROOT, rounded
 
 # OpenMP's threads spin while they wait for each other. On a busy machine a step of the reference would take seconds.
 torch.set_num_threads(1)
@@ -98,7 +98,8 @@ class Layout:
     weights: TierName = TierName.NVME
     moments: TierName = TierName.NVME
     gradients: TierName = TierName.HOST
-    # The codec of the moments: PLAIN, or that of root_codec.py.
+    # The codec of the moments: PLAIN, that of root_codec.py, or a table of ranges. Shards whose moments are absent are
+    # never updated.
     codec: str = PLAIN
     every_steps: int = 1
     world_size: int = 1
@@ -124,6 +125,13 @@ class Layout:
             shards.append(Shard(fqn=f"weight.{index}", offset=0, numel=numel, group_offset=position))
             position += -(-numel // 16) * 16
         return tuple(shards)
+
+    def codec_of(self, index: int) -> str:
+        """Return the codec of the moments of one shard."""
+        if self.codec == PLAIN:
+            return PLAIN
+        position = self.shards[index].group_offset
+        return [codec.name for first, codec in codecs_named(self.codec) if first <= position][-1]
 
     def dtype(self, kind: Kind) -> DType:
         """Return the element type of a kind."""
@@ -166,7 +174,7 @@ class Layout:
 
     def skips(self, step: int, index: int) -> bool:
         """Return whether shard `index` of each group has no gradient in `step`."""
-        return self.with_skips and (step + index) % 4 == 0
+        return (self.with_skips and (step + index) % 4 == 0) or self.codec_of(index) == AbsentCodec.name
 
     def hyper_parameters(self, step: int, index: int) -> HyperParameters | None:
         """Return the hyper-parameters of shard `index` in `step`; None if it has no gradient.
@@ -242,7 +250,7 @@ class Reference:
             optimizer.param_groups[0] |= adamw | {"betas": betas}
             weight.grad = self.gradient(step, group, index).float() * GRAD_SCALE
             optimizer.step()
-            if layout.codec != PLAIN:
+            if layout.codec_of(index) == ROOT.name:
                 for name in OPTIMIZER_STATES.values():
                     optimizer.state[weight][name].copy_(rounded(optimizer.state[weight][name]))
         return weight

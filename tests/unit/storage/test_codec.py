@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from storage.base.codec import CODECS, PLAIN, TILE_QUANTUM, Codec, layout_of
+from storage.base.codec import CODECS, PLAIN, TILE_QUANTUM, Codec, EncodedLayout, layout_of
 from storage.base.errors import ConflictError, InvalidRequestError, NewerFormatError
 from storage.base.shard import DType, Kind, TierName
 from storage.fsck import check_state
@@ -27,19 +27,33 @@ from tests.unit.storage.builders import (
     on_nvme,
     opened,
 )
-from tests.unit.storage.root_codec import ROOT
+from tests.unit.storage.root_codec import ROOT, rounded
 from tests.unit.storage.test_remote_tier import go_on, paired, trained
 from tests.unit.storage.test_third_tier import evict_all
 
 ENCODED = Layout(numels=TILED, precision=DType.BFLOAT16, codec=ROOT.name)
+# The moments of three shards in one slab: as they are, none, and encoded. The last range ends within a record.
+RANGES = Layout(
+    numels=(131_060, 65_523, 100_003),
+    precision=DType.BFLOAT16,
+    codec=f"plain@0,absent@131072,{ROOT.name}@196608",
+    with_skips=False,
+)
 LAYOUTS = pytest.mark.parametrize(
     "layout",
-    [ENCODED, replace(ENCODED, precision=DType.FLOAT32), replace(ENCODED, **ON_HOST), replace(ENCODED, every_steps=2)],
-    ids=["bf16", "fp32", "host", "snapshot"],
+    [
+        ENCODED,
+        replace(ENCODED, precision=DType.FLOAT32),
+        replace(ENCODED, **ON_HOST),
+        replace(ENCODED, every_steps=2),
+        RANGES,
+        replace(RANGES, **ON_HOST),
+    ],
+    ids=["bf16", "fp32", "host", "snapshot", "ranges", "ranges on the host"],
 )
 
 
-@pytest.mark.parametrize("codec", list(CODECS.values()), ids=list(CODECS))
+@pytest.mark.parametrize("codec", [codec for codec in CODECS.values() if codec.record_bytes], ids=lambda c: c.name)
 def test_a_codec_keeps_its_promises(codec: Codec) -> None:
     assert TILE_QUANTUM % codec.record_elements == 0 and CODECS[codec.name] is codec
     assert codec.record_bytes % 4096 == 0 and codec.record_bytes <= 4 * codec.record_elements
@@ -67,6 +81,64 @@ def test_the_layout_of_a_slab_answers_for_its_bytes() -> None:
     assert encoded.elements_of(ROOT.record_bytes, 2 * ROOT.record_bytes) == (65_536, 100_000)
 
 
+def test_a_slab_may_have_a_codec_for_each_range() -> None:
+    layout = layout_of(RANGES.codec, 296_624, 4)
+    assert isinstance(layout, EncodedLayout) and layout.block_bytes == 4096
+    assert layout_of(f"{ROOT.name}@0", 65_536, 4).block_bytes == 4096
+    begin = 131_072 * 4
+    assert layout.nbytes == begin + 2 * ROOT.record_bytes
+    assert layout.bytes_of(131_071, 131_072) == slice(begin - 4096, begin)
+    assert layout.bytes_of(131_072, 196_608) == slice(begin, begin)
+    assert layout.bytes_of(131_071, 196_609) == slice(begin - 4096, begin + ROOT.record_bytes)
+    assert layout.elements_of(begin - 4096, begin + 1) == (131_072 - 1024, 262_144)
+    assert layout.elements_of(begin + ROOT.record_bytes, layout.nbytes) == (262_144, 296_624)
+    assert layout.keeps(0, 131_072) and not layout.keeps(131_071, 131_073) and layout.keeps(196_608, 296_624)
+    # Whole records that fit into a buffer: two of plain elements, and the elements without bytes behind them.
+    assert layout.records_within(130_000, 296_624, 2 * 4096 + 1) == (129_024, 196_608)
+    assert layout.records_within(130_000, 131_000, 4096) == (129_024, 130_048)
+    assert layout.records_within(140_001, 296_624, ROOT.record_bytes) == (140_000, 262_144)
+    generator = torch.Generator().manual_seed(3)
+    elements = torch.randn(296_624, generator=generator)
+    records = memoryview(bytearray(layout.nbytes))
+    with pytest.raises(InvalidRequestError, match="codec 'absent' keeps no bytes, so its elements must be zeros"):
+        layout.encode(elements, 0, records)
+    elements[131_072:196_608] = 0
+    layout.encode(elements, 0, records)
+    found = torch.ones(296_624)
+    layout.decode(records, 0, found)
+    expected = torch.cat([elements[:196_608], rounded(elements[196_608:])])
+    assert torch.equal(found, expected)
+    span = layout.bytes_of(129_024, 262_144)
+    layout.decode(records[span], 129_024, part := torch.ones(262_144 - 129_024))
+    assert torch.equal(part, expected[129_024:262_144])
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "plain@16",
+        "plain@0,absent@1000",
+        "plain@0,absent@1040",
+        "absent@0,plain@16",
+        "plain@0,absent@4096,plain@2048",
+        "plain@0,absent@8192",
+        "absent@0",
+        "absent",
+    ],
+)
+def test_ranges_that_do_not_fit_the_slab_are_refused(codec: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"codec '{codec}'"):
+        layout_of(codec, 8192, 4)
+
+
+@pytest.mark.parametrize(
+    "codec", ["int3@0,plain@1024", "plain@0,plain", "plain@0,plain@x", "plain@", "@", ",", "plain@-1"]
+)
+def test_a_table_that_is_not_understood_is_of_a_newer_release(codec: str) -> None:
+    with pytest.raises(NewerFormatError, match="written by a newer release, or asked for by one: codec "):
+        layout_of(codec, 8192, 4)
+
+
 def test_what_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(NewerFormatError, match="written by a newer release, or asked for by one: codec 'int3'"):
         replace(ENCODED, codec="int3").group("block.0").validate()
@@ -91,14 +163,15 @@ async def test_training_and_a_restart_have_the_bits_of_torch_with_rounded_states
             await training.step()
             await training.assert_at(step)
         slab = training.job.slab("block.0", Kind.EXP_AVG)
-        assert slab.nbytes == 3 * ROOT.record_bytes < slab.layout.element_bytes // 2
+        plain_bytes = 131_072 * 4 if layout.codec == RANGES.codec else ROOT.record_bytes
+        assert slab.nbytes == plain_bytes + 2 * ROOT.record_bytes < slab.layout.element_bytes * 3 // 4
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, layout).open()
         await training.assert_goes_on_from(4)
 
 
-async def test_an_update_in_several_tiles_reads_whole_records_of_its_own(tmp_path: Path) -> None:
-    layout = replace(ENCODED, numels=(300_000, 100_000))
+@pytest.mark.parametrize("layout", [replace(ENCODED, numels=(300_000, 100_000)), RANGES], ids=["encoded", "ranges"])
+async def test_an_update_in_several_tiles_reads_whole_records_of_its_own(tmp_path: Path, layout: Layout) -> None:
     async with opened(tmp_path, host_budget_bytes=5 * MIB, nvme_budget_bytes=64 * MIB) as engine:
         training = await Training(engine, layout).begin()
         for step in (1, 2):
@@ -107,18 +180,23 @@ async def test_an_update_in_several_tiles_reads_whole_records_of_its_own(tmp_pat
             await training.assert_at(step)
 
 
-async def test_readers_get_elements_of_any_range_and_a_digest_without_regard_to_the_codec(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [ENCODED, RANGES], ids=["encoded", "ranges"])
+async def test_readers_get_elements_of_any_range_and_a_digest_without_regard_to_the_codec(
+    tmp_path: Path, layout: Layout
+) -> None:
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
-        training = await Training(engine, ENCODED).begin()
+        training = await Training(engine, layout).begin()
         await training.step()
         evict_all(training)
-        fqn, expected = "block.0.weight.0", training.reference.states(1)["block.0", "block.0.weight.0", Kind.EXP_AVG]
-        for offset, numel in ((0, TILED[0]), (16, 1), (65_530, 20_000)):
-            pieces = [p async for p in engine.reader.read(training.job, fqn, Kind.EXP_AVG, offset, numel)]
-            found = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.float32)
-            assert torch.equal(found, expected[offset:][:numel])
+        for index, size in enumerate(layout.numels):
+            fqn = f"block.0.weight.{index}"
+            expected = training.reference.states(1)["block.0", fqn, Kind.EXP_AVG]
+            for offset, numel in ((0, size), (16, 1), (size // 2, size // 3)):
+                pieces = [p async for p in engine.reader.read(training.job, fqn, Kind.EXP_AVG, offset, numel)]
+                found = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.float32)
+                assert torch.equal(found, expected[offset:][:numel])
         _, digest = await engine.reader.digest(training.job, "block.0", Kind.EXP_AVG)
-    plain = replace(ENCODED, codec=PLAIN)
+    plain = replace(layout, codec=PLAIN)
     async with opened(tmp_path / "plain", **ROOM_FOR_TILED) as engine:
         other = await Training(engine, plain).open(must_exist=False)
         for group in plain.groups:
@@ -157,9 +235,10 @@ async def test_staged_and_put_elements_are_encoded(tmp_path: Path) -> None:
             assert torch.equal(found, values["block.0", "block.0.weight.0", Kind.EXP_AVG])
 
 
-async def test_a_lender_keeps_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [ENCODED, RANGES], ids=["encoded", "ranges"])
+async def test_a_lender_keeps_records(tmp_path: Path, layout: Layout) -> None:
     async with paired(tmp_path) as pair:
-        training = await trained(pair, ENCODED)
+        training = await trained(pair, layout)
         read, hits = pair.borrower.nvme.counters.bytes_read, pair.remote.counters.hits
         assert pair.remote.used_bytes == training.version_bytes
         for _ in range(2):

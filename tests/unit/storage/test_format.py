@@ -25,10 +25,11 @@ from storage.base.shard import DType, TierName
 from storage.catalog.catalog import Catalog
 from tests.unit.storage.builders import TILED, Layout, Training, opened, quiesce, reference_of
 from tests.unit.storage.root_codec import ROOT
+from tests.unit.storage.test_codec import RANGES
 
 PAGE, BLOCK = 4096, 131072
-# The elements and the bytes of a record of the only codec that the stores of these tests have.
-RECORD = 65536, 81920
+# The elements and the bytes of a record of each codec that the stores of these tests have.
+RECORDS = {"test-root8": (65536, 81920), "plain": (1024, 4096), "absent": (16, 0)}
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -140,13 +141,18 @@ class StrangersReader:
         for offset, nbytes, file in place[0]:
             assert offset % PAGE == nbytes % PAGE == 0 and offset + nbytes <= len(self.files[file])
             region += self.files[file][offset : offset + nbytes]
-        elements, nbytes = RECORD
+        table = [] if codec_name is None else [part.partition("@") for part in codec_name.split(",")]
+        firsts = [int(first or 0) for _, _, first in table]
+        ends = [*firsts[1:], numel] if table else []
+        sizes = [
+            -(-(end - first) // RECORDS[name][0]) * RECORDS[name][1]
+            for (name, _, _), first, end in zip(table, firsts, ends, strict=True)
+        ]
         if codec_name is None:
-            block, size = BLOCK, -(-numel * dtype.itemsize // PAGE) * PAGE
+            block, sizes = BLOCK, [-(-numel * dtype.itemsize // PAGE) * PAGE]
         else:
-            assert codec_name == "test-root8"
-            block, size = nbytes, -(-numel // elements) * nbytes
-        assert len(region) == size
+            block = PAGE if "@" in codec_name else RECORDS[codec_name][1]
+        assert len(region) == sum(sizes)
         seed = xxhash.xxh3_64_intdigest(label.encode())
         found = [
             xxhash.xxh3_64_intdigest(region[start : start + block], seed=(seed + i) % (1 << 64))
@@ -155,15 +161,26 @@ class StrangersReader:
         assert found == place[1], label
         if codec_name is None:
             return torch.frombuffer(bytearray(region), dtype=dtype)[:numel]
-        records = [self.decode_record(region[start : start + nbytes]) for start in range(0, size, nbytes)]
-        return torch.cat(records)[:numel]
+        ranges, start = [], 0
+        for (name, _, _), first, end, size in zip(table, firsts, ends, sizes, strict=True):
+            ranges.append(self.decode_records(name, region[start : start + size], end - first))
+            start += size
+        return torch.cat(ranges)
 
-    def decode_record(self, record: bytes) -> torch.Tensor:
-        """Return the elements of a record of the codec of these tests: signed levels of roots, below their largest."""
-        codes = np.frombuffer(record, np.int8, RECORD[0]).astype(np.float32).reshape(-1, 16)
-        largest = np.frombuffer(record, "<f4", offset=RECORD[0])[:, None]
+    def decode_records(self, name: str, records: bytes, numel: int) -> torch.Tensor:
+        """Return the elements of the records of one codec."""
+        match name:
+            case "absent":
+                return torch.zeros(numel)
+            case "plain":
+                return torch.frombuffer(bytearray(records), dtype=torch.float32)[:numel]
+        # The codec of these tests has signed levels of roots, and then the largest root of each 16.
+        elements, nbytes = RECORDS[name]
+        by_record = np.frombuffer(records, np.uint8).reshape(-1, nbytes)
+        codes = by_record[:, :elements].view(np.int8).astype(np.float32).reshape(-1, 16)
+        largest = by_record[:, elements:].copy().view("<f4").reshape(-1, 1)
         roots = np.abs(codes) / np.float32(127) * largest
-        return torch.from_numpy(roots * roots * np.sign(codes)).flatten()
+        return torch.from_numpy(roots * roots * np.sign(codes)).flatten()[:numel]
 
 
 def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], idle: Iterable[str] = ()) -> None:
@@ -187,19 +204,19 @@ def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], 
         (DType.BFLOAT16, {"moments": TierName.HOST}),
         (DType.FLOAT16, {"weights": TierName.HOST, "moments": TierName.HOST}),
         (DType.BFLOAT16, {"codec": ROOT.name}),
+        (DType.BFLOAT16, {"codec": RANGES.codec, "numels": RANGES.numels}),
     ],
-    ids=["fp32 nvme", "bf16 mixed", "fp16 host", "encoded"],
+    ids=["fp32 nvme", "bf16 mixed", "fp16 host", "encoded", "ranges"],
 )
 async def test_a_reader_written_from_the_page_finds_every_retained_step(
     tmp_path: Path, precision: DType, placements: dict[str, Any]
 ) -> None:
     steps = Layout(
         name="every \N{SNOWMAN}/step",
-        numels=TILED,
         groups=("a", "idle", "b"),
         world_size=2,
         precision=precision,
-        **placements,
+        **({"numels": TILED} | placements),
     )
     snapshots = Layout(name="a snapshot", every_steps=2, groups=("one",), precision=precision, **placements)
     async with opened(tmp_path, host_budget_bytes=32 << 20, nvme_budget_bytes=64 << 20) as engine:

@@ -360,6 +360,22 @@ def test_a_group_is_updated_by_the_optimizers_whose_states_it_has(
     assert convert.optimizer_update(group, update, [row]).hyper_parameters == [None]
 
 
+def test_a_shard_without_bytes_of_a_state_is_updated_by_the_optimizers_that_do_not_need_it() -> None:
+    message = shard_group(kinds=kinds("PARAM", "MASTER", "MOMENTUM_BUFFER", "GRAD"))
+    message.numel = 4096
+    del message.shards[:]
+    message.shards.add(fqn="kept", numel=2048)
+    message.shards.add(fqn="lacking", numel=2048, position=2048)
+    message.kinds[2].codec = "plain@0,absent@2048"
+    group = convert.group_spec(message)
+    update = pb.ApplyGradientsRequest.GroupUpdate(group=group.name, grad_scale=1.0, hyper_parameters_of_shard=[0, 1])
+    rows = [sgd(), sgd(momentum=0.0)]
+    assert convert.optimizer_update(group, update, rows).hyper_parameters == rows
+    update.hyper_parameters_of_shard[:] = [0, 0]
+    with pytest.raises(InvalidRequestError, match=r"'lacking' in group .* by sgd: .* without momentum_buffer"):
+        convert.optimizer_update(group, update, rows)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_a_clip_value_is_positive_or_absent(value: float) -> None:
     group = convert.group_spec(shard_group())
