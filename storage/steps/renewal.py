@@ -73,24 +73,35 @@ class Renewal:
         """Copy a version to a new region of the durable tier, which takes its place in the slab and in all readers.
 
         The caller uses this for a doubtful region, and for a region on a tier that is not durable. The bytes come from
-        host memory, if the version has a copy there, and otherwise from the region.
+        host memory, if the version has a copy there, and otherwise from the region. A region that another renewal has
+        replaced meanwhile is left as it is: a failed sync renews the versions of all jobs, and each job's own commit
+        renews the ones that it needs.
 
         Raises:
             DataLossError: the device has lost the bytes, and there is no copy of them; or they are damaged.
             DeviceError, BudgetExceededError: the bytes cannot be read, or cannot be written to another place.
         """
+        if not region.holders:
+            return
+        # While the region is held, its extents get no other bytes, also if another renewal replaces it.
+        self._backing.hold(region)
+        try:
+            self._replace(slab, region, await self._copied(job, slab, region))
+        finally:
+            self._backing.free(region)
+
+    async def _copied(self, job: Job, slab: Slab, region: Region) -> Region:
+        """Return a new region of the durable tier with the bytes of a version, which the caller holds."""
         copy = slab.copy_of(region)
         if copy is None:
-            new = await self._read_back(job, region)
-        else:
-            # The bytes of the host copy do not change while the copy is pinned: an update or a put waits for the pin,
-            # or writes to other memory.
-            self._host_cache.pin(copy)
-            try:
-                new = await self._backing.copy_to_durable(region, self._host.view(copy.arena_range))
-            finally:
-                self._host_cache.unpin(slab, copy, copy.next_use)
-        self._replace(slab, region, new)
+            return await self._read_back(job, region)
+        # The bytes of the host copy do not change while the copy is pinned: an update or a put waits for the pin, or
+        # writes to other memory.
+        self._host_cache.pin(copy)
+        try:
+            return await self._backing.copy_to_durable(region, self._host.view(copy.arena_range))
+        finally:
+            self._host_cache.unpin(slab, copy, copy.next_use)
 
     async def _read_back(self, job: Job, region: Region) -> Region:
         try:

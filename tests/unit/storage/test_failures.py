@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from storage.base.shard import DType, Kind, TierName
 from storage.base.shown_sizes import shown_size
 from storage.engine import Engine
 from storage.tiers import threaded_io
+from storage.tiers.contract import Region
 from tests.unit.storage.builders import Fault, Layout, Training, engine_config, on_nvme, opened
 
 ERRORS: list[StorageError] = [DiskFullError("the disk is full"), DeviceError("input/output error")]
@@ -192,6 +194,46 @@ async def test_what_a_failed_sync_of_another_job_covered_is_written_again_elsewh
                 assert not region.doubtful and region.extents != before[original]
         await committed.assert_at(1)
     await assert_reopens_at(tmp_path, layouts[1], 1)
+
+
+async def test_a_commit_goes_on_where_the_failed_sync_of_another_job_has_renewed_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, host_budget_bytes=40 << 20, nvme_budget_bytes=64 << 20) as engine:
+        other, committed = [await Training(engine, replace(LAYOUT, name=name)).begin() for name in ("other", "job")]
+        for training in (other, committed):
+            await training.hand_over()
+            await training.finish_updates()
+        real, calls = engine.backing.copy_to_durable, Counter[str]()
+        begun: list[str] = []
+        commit_came, others_are_renewed = asyncio.Event(), asyncio.Event()
+
+        async def copy_to_durable(region: Region, view: memoryview | None = None) -> Region:
+            """Let the commit come to a version while the failed sync renews it, and go on when that has renewed all."""
+            calls[region.label] += 1
+            if region.label in begun:
+                commit_came.set()
+                await others_are_renewed.wait()
+            elif region.label.startswith("job/") and not begun:
+                begun.append(region.label)
+                await commit_came.wait()
+            return await real(region, view)
+
+        monkeypatch.setattr(engine.backing, "copy_to_durable", copy_to_durable)
+        Fault(monkeypatch, "sync_data").fail(DeviceError("input/output error"), when=(0).__eq__)
+        failing = asyncio.ensure_future(other.commit(1))
+        while not begun:
+            await asyncio.sleep(0)
+        committing = asyncio.ensure_future(committed.commit(1))
+        with pytest.raises(DeviceError, match="input/output error"):
+            await failing
+        others_are_renewed.set()
+        assert await committing
+        assert [label for label, count in calls.items() if count > 1] == begun
+        slabs = [*other.job.slabs(), *committed.job.slabs()]
+        assert engine.nvme.used_bytes == sum(region.nbytes for slab in slabs for region in slab.versions.values())
+        await committed.assert_at(1)
+    await assert_reopens_at(tmp_path, committed.layout, 1)
 
 
 async def test_the_budget_is_kept_by_allocated_blocks_whatever_the_file_system_adds(
