@@ -150,7 +150,7 @@ class SlabLayout:
     @property
     def nbytes(self) -> int:
         """The size of one version of the slab in bytes, without padding to pages."""
-        return self.numel * self.itemsize
+        return self.element_bytes
 
     @property
     def element_bytes(self) -> int:
@@ -190,29 +190,30 @@ class _Range:
 
     def decode(self, records: torch.Tensor, elements: torch.Tensor) -> None:
         """Write the elements of records. `elements` may end within the last one."""
-        size = self.codec.record_elements
-        count = -(-len(elements) // size)
-        stored = records.view(count, self.codec.record_bytes)
-        whole = len(elements) // size
-        if whole:
-            self.codec.decode(stored[:whole], elements[: whole * size].view(whole, size))
-        if whole < count:
-            last = torch.empty((1, size))
-            self.codec.decode(stored[whole:], last)
-            elements[whole * size :] = last[0, : len(elements) % size]
+        stored, whole, rest = self._split(records, elements)
+        if len(whole):
+            self.codec.decode(stored[: len(whole)], whole)
+        if len(rest):
+            last = torch.empty((1, self.codec.record_elements))
+            self.codec.decode(stored[len(whole) :], last)
+            rest.copy_(last[0, : len(rest)])
 
     def encode(self, elements: torch.Tensor, records: torch.Tensor) -> None:
         """Write the records of elements. Where `elements` ends within the last one, the rest of it is zeros."""
+        stored, whole, rest = self._split(records, elements)
+        if len(whole):
+            self.codec.encode(whole, stored[: len(whole)])
+        if len(rest):
+            last = torch.zeros((1, self.codec.record_elements))
+            last[0, : len(rest)] = rest
+            self.codec.encode(last, stored[len(whole) :])
+
+    def _split(self, records: torch.Tensor, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the records in rows, the elements of the whole ones in rows, and those of the last if it is not."""
         size = self.codec.record_elements
-        count = -(-len(elements) // size)
-        stored = records.view(count, self.codec.record_bytes)
         whole = len(elements) // size
-        if whole:
-            self.codec.encode(elements[: whole * size].view(whole, size), stored[:whole])
-        if whole < count:
-            last = torch.zeros((1, size))
-            last[0, : len(elements) % size] = elements[whole * size :]
-            self.codec.encode(last, stored[whole:])
+        stored = records.view(-(-len(elements) // size), self.codec.record_bytes)
+        return stored, elements[: whole * size].view(whole, size), elements[whole * size :]
 
 
 @dataclass(frozen=True, slots=True)

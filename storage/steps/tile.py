@@ -6,7 +6,7 @@ This module owns no memory and no region. It must never touch a part whose bytes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -159,11 +159,7 @@ class MappedSlab(Mapped):
 class EncodedSlab(MappedSlab):
     """The bytes of one encoded slab in one tile. A kernel works on its elements in scratch memory."""
 
-    def __init__(
-        self, passage: Passage, view: memoryview, start: int, before: memoryview | None, encoding: EncodedLayout
-    ) -> None:
-        super().__init__(passage, view, start, before)
-        self._encoding = encoding
+    _layout: EncodedLayout
 
     def load(self, first: int, end: int, scratch: Scratch) -> torch.Tensor:
         """Return decoded elements; see `MappedSlab.load`."""
@@ -172,12 +168,12 @@ class EncodedSlab(MappedSlab):
             elements.zero_()
         elif self.passage.reads:
             old = self._view if self._before is None else self._before
-            self._encoding.decode(old[self._span(first, end)], self._start + first, elements)
+            self._layout.decode(old[self._span(first, end)], self._start + first, elements)
         return elements
 
     def store(self, first: int, end: int, elements: torch.Tensor) -> None:
         """Encode the elements; see `MappedSlab.store`."""
-        self._encoding.encode(elements, self._start + first, self._view[self._span(first, end)])
+        self._layout.encode(elements, self._start + first, self._view[self._span(first, end)])
 
 
 class Parts:
@@ -212,14 +208,16 @@ class Parts:
 
     def reads(self, first: int, end: int) -> list[Move[Region]]:
         """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
-        stop = end if end < self._numel else None
-        moves = [m.move(m.source, first, stop) for m in (*self._mapped, self._gradient) if m.source is not None]
-        return [move for move in moves if move.buffer]
+        return self._moves(((m, m.source) for m in (*self._mapped, self._gradient)), first, end)
 
     def writes(self, first: int = 0, end: int | None = None) -> list[Move[Region]]:
         """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
-        stop = end if end is not None and end < self._numel else None
-        moves = [m.move(m.target, first, stop) for m in self._mapped if m.target is not None]
+        return self._moves(((m, m.target) for m in self._mapped), first, self._numel if end is None else end)
+
+    def _moves(self, places: Iterable[tuple[Mapped, Region | None]], first: int, end: int) -> list[Move[Region]]:
+        """Return the moves between elements `[first, end)` of the tile and their regions, as far as they have bytes."""
+        stop = end if end < self._numel else None
+        moves = [mapped.move(region, first, stop) for mapped, region in places if region is not None]
         return [move for move in moves if move.buffer]
 
     def work(self, first: int) -> int:

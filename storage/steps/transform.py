@@ -433,10 +433,8 @@ class Transformer:
                 view = self._host.view(range_)[used : used + span.stop - span.start]
                 used += span.stop - span.start
             before = None if passage.before is None else self._host.view(passage.before.arena_range)[span]
-            if isinstance(layout, EncodedLayout):
-                mapped.append(EncodedSlab(passage, view, start, before, layout))
-            else:
-                mapped.append(MappedSlab(passage, view, start, before))
+            mapped_slab = EncodedSlab if isinstance(layout, EncodedLayout) else MappedSlab
+            mapped.append(mapped_slab(passage, view, start, before))
         return mapped
 
     def _finish(self, passage: Passage, step: int) -> None:
