@@ -112,8 +112,8 @@ silence: N ?= 100
 silence: venv ## Silence nodes, links, daemons and trainers of a job N times and look for what the table forbids (root; N=100 SEED=...)
 	$(BIN)/python -m tests.faults.silence --kills $(N) $(if $(SEED),--seed $(SEED))
 
-upgrades: COMMIT ?= 1d4b4400
-upgrades: venv ## Train with trainers and daemons of this commit and of an earlier one, mixed, and compare the bits (COMMIT=1d4b4400)
+upgrades: COMMIT ?= de0c2648
+upgrades: venv ## Train with trainers and daemons of this commit and of an earlier one, mixed, and compare the bits (COMMIT=de0c2648)
 	$(BIN)/python -m tests.faults.upgrades $(COMMIT)
 
 ranks: N ?= 128
