@@ -203,6 +203,10 @@ class Catalog:
             manifests[step] = self._put_manifest(entry, step, manifest)
         self._put(replace(entry, commits={**entry.commits, commit.step: recorded}, manifests=manifests))
 
+    def has_commit(self, job: str, step: int) -> bool:
+        """Return whether the catalog has a commit of a step of a job."""
+        return job in self._ledger.jobs and step in self._job(job).commits
+
     def replace_state(self, job: str, step: int, rank: int, state: bytes) -> None:
         """Replace the client state that a rank has stored with a committed step. Call this inside `transaction`."""
         entry = self._job(job)

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import replace
 
-from storage.base.errors import DataLossError, NotFoundError, StorageError
+from storage.base.errors import ConflictError, DataLossError, NotFoundError, StorageError
 from storage.base.failpoints import Failpoint, reach
 from storage.base.slices import in_slices
 from storage.base.tracing import Activity, Tracer
@@ -90,16 +90,25 @@ class Committer:
             await asyncio.wait([job.snapshot])
         self.check_retained(job, step)
         if step in job.durable:
-            await self._in_catalog_thread(lambda: self._replace_state(job.spec.identity, step, rank, state))
+            await self._in_catalog_thread(lambda: self._replace_state(job, step, rank, state))
         # The step's record is read again after the wait, because meanwhile another rank may have replaced its state, or
         # the step may no longer be retained.
         if (record := job.retained.get(step)) is not None:
             job.retained[step] = replace(record, client_states={**record.client_states, rank: state})
 
-    def _replace_state(self, job: str, step: int, rank: int, state: bytes) -> None:
-        """Replace a client state in the catalog. This runs in the catalog's thread."""
+    def _replace_state(self, job: Job, step: int, rank: int, state: bytes) -> None:
+        """Replace a client state in the catalog. This runs in the catalog's thread.
+
+        Raises:
+            ConflictError: the catalog has a newer step, or the job no more, which the event loop did not know yet.
+        """
+        if not self._catalog.has_commit(job.spec.identity, step):
+            raise ConflictError(
+                f"rank {rank} cannot amend step {step} of job {job.spec.name!r}: a newer step was being committed, or "
+                "the job was being deleted"
+            )
         with self._catalog.transaction():
-            self._catalog.replace_state(job, step, rank, state)
+            self._catalog.replace_state(job.spec.identity, step, rank, state)
 
     def has_whole(self, job: Job, step: int) -> bool:
         """Return whether a retained step can be read and returned to.
