@@ -407,7 +407,7 @@ class Engine:
             state: the new state.
 
         Raises:
-            ConflictError: it is not the newest step, or the rank has no state in it.
+            ConflictError: it is not the newest step, a newer one is being committed, or the rank has no state in it.
             DeviceStuckError: a device does not answer.
         """
         if step != job.newest or rank not in job.retained[step].client_states:

@@ -166,7 +166,7 @@ class Ours(WithEngine):
         self._engine.wait_for_commit()
 
     def facts(self) -> dict[str, Any]:
-        # The single waits of a step are left out, since they would be nine tenths of the results, and no table has any.
+        # The single waits of a step are nine tenths of a report, and no table has any, so the results leave them out.
         report = self._engine.step_report()
         kept = report and {name: value for name, value in report.to_dict().items() if name != "stalls"}
         return {"placement": self._engine.placement(), "report": kept} | device_memory()

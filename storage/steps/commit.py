@@ -100,7 +100,8 @@ class Committer:
         """Replace a client state in the catalog. This runs in the catalog's thread.
 
         Raises:
-            ConflictError: the catalog has a newer step, or the job no more, which the event loop did not know yet.
+            ConflictError: a newer step, or a deletion of the job, was in the thread's queue before this and has removed
+                the step. The event loop, which has checked the step, did not know of it yet.
         """
         if not self._catalog.has_commit(job.spec.identity, step):
             raise ConflictError(
